@@ -266,11 +266,7 @@ class BatchKeys(Section):
         return BatchSchedule(tuple(periods))
 
     def pipeline(self, mesh_sizes: Mapping[str, int]) -> PipelineShape:
-        """Return the pipeline on a mesh of these sizes; one stage has a microbatch as one part.
-
-        Raises:
-            UserError: see `batch_shape`.
-        """
+        """Return the pipeline on a mesh of these sizes; one stage has a microbatch as one part."""
         microbatches, stages = self.batch_shape(mesh_sizes).num_microbatches, num_stages(mesh_sizes)
         # Both keys are read also where they have no effect: a key that nothing reads fails a test.
         schedule, chunks, recompute = self.pipeline_schedule, self.pipeline_chunks, self.pipeline_recompute

@@ -252,11 +252,8 @@ PRESET_KEYS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def _find_preset(argv: list[str]) -> list[str]:
-    """Return the keys of a file of conf/sampling as words, if `sampling=NAME` is among the words.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Return the keys of a file of conf/sampling as words, if `sampling=NAME` is among the words. Raises `UserError`
+    where there is no such file."""
     name = next((word.partition("=")[2] for word in reversed(argv) if word.startswith("sampling=")), "null")
     if name == "null":
         return []

@@ -339,10 +339,8 @@ def _drop_identity(config: Config) -> dict[str, Any]:
 
 
 def _compose_resumed(overrides: list[str], words: list[Override], parsed: dict[str, Override]) -> Job:
-    """Compose the job that goes on with the run of `resume`; `parsed` are the overrides by their keys.
-
-    A group may be in several of them, each for a place of its own.
-    """
+    """Compose the job that goes on with the run of `resume`; `parsed` are the overrides by their keys. A group may be
+    in several of them, each for a place of its own."""
     if parsed["resume"].is_sweep_override():
         raise UserError(f"{parsed['resume'].input_line}: resume goes on with one run; name one")
     source = str(parsed["resume"].value())

@@ -227,10 +227,8 @@ class Ray(Nodes):
 
 
 def _reject_ranks(extra_env: tuple[str, ...], who: str) -> None:
-    """Raise ValueError if the environment of a run sets the number or the address of a process.
-
-    `who` ends the message: who sets this variable. One value for all processes would give all of them one number.
-    """
+    """Raise ValueError if the environment of a run sets the number or the address of a process. `who` ends the message:
+    who sets this variable. One value for all processes would give all of them one number."""
     for name in (text.partition("=")[0] for text in extra_env):
         if name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
             raise ValueError(f"launcher.extra_env has {name}, which {who}; leave it out")

@@ -323,11 +323,9 @@ def list_runs(model: "Model") -> tuple[Run, ...]:
 
 
 def _list_runs(names: list[str], start: int) -> tuple[Run, ...]:
-    """Return one run if the layers repeat a pattern, else a run for each group of neighbours of one stack.
-
-    `names` are the stacks of the layers from number `start` on: L L G L L G is one run with the pattern L L G, and
-    D E E E is two runs, D and E.
-    """
+    """Return one run if the layers repeat a pattern, else a run for each group of neighbours of one stack. `names` are
+    the stacks of the layers from number `start` on: L L G L L G is one run with the pattern L L G, and D E E E is two
+    runs, D and E."""
     # The shortest pattern is found first. One that does not repeat at least twice is no pattern.
     for size in range(1, len(names) // 2 + 1):
         if names == names[:size] * (len(names) // size):

@@ -555,10 +555,8 @@ class _Mistake(NamedTuple):
 
 
 def _join(mistakes: list[_Mistake]) -> str:
-    """Return one line for the mistakes of one place.
-
-    A value that may be of several types has one for each of them; together they say what is legal.
-    """
+    """Return one line for the mistakes of one place. A value that may be of several types has one for each of them;
+    together they say what is legal."""
     prefix, *_ = mistakes[0]
     own = [mistake for mistake in mistakes if not mistake.message.startswith("expected ")]
     if prefix and own:  # the value has one of these types, and a fault of its own

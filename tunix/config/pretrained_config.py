@@ -128,10 +128,7 @@ def _file_of_values(family: str) -> Path:
 
 def _read_parts(values: dict[str, Any] | Path) -> Any:
     """Return the values of a family, or of a file of them, on top of those of the files that its `defaults` name.
-
-    Raises:
-        UserError: there is no such file, or its defaults are no families of tunix.
-    """
+    Raises `UserError` where there is no such file, or its defaults are no families of tunix."""
     try:
         own: Any = OmegaConf.create(values if isinstance(values, dict) else _load_file(values))
         # Choices that are no texts are of other sections.
@@ -143,13 +140,9 @@ def _read_parts(values: dict[str, Any] | Path) -> Any:
 
 
 def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:
-    """Set keys of the model to the values `decided`, which come from the file `source`.
-
-    The user may give keys that say how experts are trained: they change nothing in what the weights compute.
-
-    Raises:
-        UserError: the user has given a key with another value.
-    """
+    """Set keys of the model to the values `decided`, which come from the file `source`. The user may give keys that say
+    how experts are trained: they change nothing in what the weights compute. Raises `UserError` where the user has
+    given a key with another value."""
     for key in sorted(decided):
         given = model.get(key)
         values: dict[Any, Any] = {}

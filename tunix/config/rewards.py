@@ -127,11 +127,8 @@ class FunctionTerm(RewardTerm):
 
 
 def _read_term(value: Any) -> Any:
-    """Return the values of a term with those that were left out; a name alone has the weight 1.
-
-    Raises:
-        ValueError: a key of another function, or one that is missing.
-    """
+    """Return the values of a term with those that were left out; a name alone has the weight 1. Raises `ValueError` for
+    a key of another function, or one that is missing."""
     values = {"function": value} if isinstance(value, str) else value
     if not isinstance(values, dict):
         return values

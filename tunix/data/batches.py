@@ -406,10 +406,7 @@ def read_stages(mixture: Mixture | None, parts: Parts, data_schedule: DataSchedu
 
 def _compute_ratios(mixture: Mixture, weights: dict[str, float], parts: Parts, key: str) -> tuple[int, ...]:
     """Convert the weights of a `key`, which are of samples, tokens or documents, to shares of samples in millionths.
-
-    Raises:
-        UserError: a weight is not 0, and its share is.
-    """
+    Raises `UserError` where a weight is not 0, and its share is."""
     per_sample = {
         "sample": lambda part: 1.0,
         "token": lambda part: part.num_tokens / len(part),

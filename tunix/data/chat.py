@@ -139,11 +139,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _bound_length(operator: str, left: Any, right: Any) -> int:
-    """Return how many characters or items the result of an operator may have; 0 for a number.
-
-    Raises:
-        TemplateError: a number may have more than `MAX_DIGITS` digits.
-    """
+    """Return how many characters or items the result of an operator may have; 0 for a number. Raises `TemplateError`
+    where a number may have more than `MAX_DIGITS` digits."""
     for one, other in ((left, right), (right, left)):
         if isinstance(one, int) and operator == "*" and isinstance(other, str | list | tuple):
             return len(other) * max(0, one)
@@ -481,11 +478,8 @@ class ChatTemplate:
     # with a word in their place that no data have.
 
     def check_tools(self, messages: Sequence[Message], options: Options = NO_OPTIONS) -> None:
-        """Refuse a template that does not show the tools of a conversation, calls of them, or what they say.
-
-        Raises:
-            UserError: as said. Tools that a turn of the system names need not be shown by the template.
-        """
+        """Raise `UserError` for a template that does not show the tools of a conversation, calls of them, or what they
+        say. Tools that a turn of the system names need not be shown by the template."""
         kinds = {
             "tools": bool(options.get("tools")),
             "calls": any(message.get("tool_calls") for message in messages),
@@ -497,11 +491,7 @@ class ChatTemplate:
             self.shown.add(kind)
 
     def check_roles(self, messages: Sequence[Message], options: Options = NO_OPTIONS) -> None:
-        """Refuse a template that drops turns of a role.
-
-        Raises:
-            UserError: as said.
-        """
+        """Raise `UserError` for a template that drops turns of a role."""
         if role := self.find_dropped_role(messages, options):
             raise UserError(
                 f"task.chat_template drops turns of the role {role}; rename it in the data, or give a template that "

@@ -297,11 +297,8 @@ def open_verified(folder: Path, loading: Loading) -> Prepared:
 
 
 def _make_index(source: Source, task: Task, info: list[dict], folder: Path, vocab: Vocab) -> dict:
-    """Sum up the facts of all shards, and return what index.json says of the corpus.
-
-    Raises:
-        UserError: nothing to train on, or nothing held out though that was asked for.
-    """
+    """Sum up the facts of all shards, and return what index.json says of the corpus. Raises `UserError` where there is
+    nothing to train on, or nothing held out though that was asked for."""
     left_out = sum((Counter(fact["left_out"]) for fact in info), Counter())
     num_train, num_held_out = (sum(fact[split]["documents"] for fact in info) for split in ("train", "held_out"))
     if num_train == 0:
@@ -359,10 +356,8 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
 def _sample_texts(
     sources: list[tuple[Source, list[Unit]]], task: Task, limit: int, processor: ImageProcessor | None
 ) -> Iterator[str]:
-    """Yield about `limit` bytes of training documents, for a tokenizer to learn from.
-
-    Sources give equal shares. At most an eighth comes from one unit, so that no single large file decides.
-    """
+    """Yield about `limit` bytes of training documents, for a tokenizer to learn from. Sources give equal shares. At
+    most an eighth comes from one unit, so that no single large file decides."""
     for source, units in sources:
         left = limit // len(sources)
         for unit in units:
@@ -482,11 +477,8 @@ def _name_keys(images: dict[str, Any]) -> str:
 
 
 def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
-    """Open a folder that `tunix.prepare` made.
-
-    Raises:
-        UserError: its tokenizer or its task is not that of the run, or other keys have decided its tokens.
-    """
+    """Open a folder that `tunix.prepare` made. Raises `UserError` where its tokenizer or its task is not that of the
+    run, or other keys have decided its tokens."""
     own = read_vocab(cfg.tokenizer.model_copy(update={"path": str(folder / "tokenizer")}))
     if own.backend.to_str() != vocab.backend.to_str():
         raise UserError(
@@ -701,11 +693,8 @@ def _pack(prepared: Prepared, split: str, cfg: Config) -> Sequences:
 
 
 def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> Sequences:
-    """Tokenize all documents of one of evaluation.sets with the run's tokenizer, and pack them.
-
-    Raises:
-        UserError: the documents make no sequence.
-    """
+    """Tokenize all documents of one of evaluation.sets with the run's tokenizer, and pack them. Raises `UserError`
+    where the documents make no sequence."""
     prepared = prepare(*find_set(source, cfg), cfg.task, vocab, cfg.loading)
     warn_left_out(f"evaluation.sets.{name}", prepared)
     sequences = _pack(prepared, "train", cfg)
@@ -741,11 +730,8 @@ def _report_cut(name: str, mean_length: float, seq_len: int) -> None:
 
 
 def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Uncut) -> None:
-    """Log how many pairs or documents are longer than a sequence and therefore left out, or refuse them.
-
-    Raises:
-        UserError: there are such pairs, and task.long_pairs=error; or documents, and task.long_documents=error.
-    """
+    """Log how many pairs or documents are longer than a sequence and therefore left out, or refuse them. Raises
+    `UserError` where task.long_pairs or task.long_documents is `error`."""
     key = "long_documents" if isinstance(task, Uncut) else "long_pairs"
     if isinstance(task, Embed):
         kind, counted = "groups", ", a query with its documents"

@@ -473,10 +473,8 @@ def _read_system(columns: Columns, row: dict[str, Any]) -> list[Message]:
 
 
 def _read_options(columns: Columns, row: dict[str, Any], task: Task) -> Options:
-    """Return the variables that the chat template gets for a row: task.chat_template_kwargs, and schemas of tools.
-
-    The tools are those of the row's column, else those of the task's environment.
-    """
+    """Return the variables that the chat template gets for a row: task.chat_template_kwargs, and schemas of tools. The
+    tools are those of the row's column, else those of the task's environment."""
     options = dict(task.chat_template_kwargs or {})
     tools: Any = task.describe_tools()
     if columns.tools is not None and row.get(columns.tools):
@@ -514,9 +512,7 @@ def _read_learnt(columns: Columns, row: dict[str, Any], num_turns: int) -> list[
 
 def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) -> list[Message]:
     """Return the turns in a column: a list of {role, content}, that list as JSON, or text, which is one turn of `role`.
-
-    Without a column for the prompt, text is refused: it does not say where the answer begins.
-    """
+    Without a column for the prompt, text is refused: it does not say where the answer begins."""
     name = getattr(columns, meaning)
     if isinstance(row.get(name), dict):
         raise BadRow(f"holds one turn in column {name}, not a list; `jq -c '.{name} |= [.]' FILE` writes it so")

@@ -82,11 +82,8 @@ class ImageProcessor:
         self.fit(width, height)
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size in pixels, width and height, that an image gets. An image of that size keeps it.
-
-        Raises:
-            ValueError: as `check`.
-        """
+        """Return the size in pixels, width and height, that an image gets; raises as `check`. An image of that size keeps
+        it."""
         raise NotImplementedError
 
     def divide(self, width: int, height: int) -> Grid:

@@ -227,10 +227,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _fetch_page(address: str, limit: int, check: Callable[[str, str], None]) -> bytes:
-    """Return at most `limit` + 1 bytes from a web server; `check` says where it may redirect to.
-
-    fsspec follows every redirect, and takes a part of an answer of unknown length for the whole.
-    """
+    """Return at most `limit` + 1 bytes from a web server; `check` says where it may redirect to. fsspec follows every
+    redirect, and takes a part of an answer of unknown length for the whole."""
     opener, deadline = build_opener(DOWNLOAD_S, _Redirects(check)), time.monotonic() + DOWNLOAD_S
 
     def request() -> bytes:

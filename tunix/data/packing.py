@@ -192,10 +192,8 @@ def _fill_chunks(shard: Arrays, chunks: list[list[int]], seq_len: int) -> Exampl
 
 
 def _fill_examples(shard: Arrays, chunks: list[list[int]], seq_len: int) -> Example:
-    """Return the example of whole documents; the field `label_values` has the label of each at its last token.
-
-    A document of several texts, a query with its documents, becomes a segment for each.
-    """
+    """Return the example of whole documents; the field `label_values` has the label of each at its last token. A
+    document of several texts, a query with its documents, becomes a segment for each."""
     assert shard.label_values is not None
     chunks = _split_texts(shard, chunks)
     example = _fill_chunks(shard, chunks, seq_len)
@@ -230,12 +228,10 @@ def _split_pairs(shard: Arrays, chunks: list[list[int]]) -> list[list[int]]:
 
 
 def _fill_pairs(shard: Arrays, halves: list[list[int]], seq_len: int, of_pairs: np.ndarray | None) -> Example:
-    """Return the example of pairs one after the other, each as two segments, then padding.
-
-    `of_pairs` [documents, 2] float32 are the log-probabilities of the answers under the reference. Each stands at the
-    last token of its answer, in the field `reference_log_probs`. Where documents have labels, the field `labels` has 1
-    or -1 at the last token of each first answer.
-    """
+    """Return the example of pairs one after the other, each as two segments, then padding. `of_pairs` [documents, 2]
+    float32 are the log-probabilities of the answers under the reference. Each stands at the last token of its answer,
+    in the field `reference_log_probs`. Where documents have labels, the field `labels` has 1 or -1 at the last token of
+    each first answer."""
     example = _fill_chunks(shard, halves, seq_len)
     if shard.labels is not None:
         example["labels"] = np.zeros(seq_len, np.float32)
@@ -287,10 +283,8 @@ def _make_plan(
 @lru_cache(OPEN_SHARDS)
 def _open_plan(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return the chunks of a shard [chunks, 2] int64, and where those of each sequence begin [sequences + 1] int64.
-
     Chunks are in the order of sequences: sequence n has chunks[bounds[n] : bounds[n + 1]]. Every process maps the same
-    files.
-    """
+    files."""
     return map_array(folder / "pieces.npy"), map_array(folder / "bounds.npy")
 
 

@@ -64,12 +64,10 @@ class Parquet(Files, Rows):
             raise UserError(f"data: {unit.path} is damaged or ends early: {first_line(error)}") from None
 
     def _read_batches(self, unit: Unit, file: Any, requested: list[str]) -> Iterator[Any]:
-        """Yield the columns of a row group in batches of Arrow, a few rows at a time.
-
-        One row may name one long text a million times. So texts in lists are read as dictionaries, which have each text
-        once and hold those of all batches so far. Where they grow in a large group, its texts are no longer named, but
-        written out as often as they come: the other rows are read without dictionaries, one at a time.
-        """
+        """Yield the columns of a row group in batches of Arrow, a few rows at a time. One row may name one long text a
+        million times. So texts in lists are read as dictionaries, which have each text once and hold those of all
+        batches so far. Where they grow in a large group, its texts are no longer named, but written out as often as
+        they come: the other rows are read without dictionaries, one at a time."""
         group = file.metadata.row_group(unit.start)
         schema = [file.schema.column(at) for at in range(group.num_columns)]
         sizes = {column.path: group.column(at).total_uncompressed_size for at, column in enumerate(schema)}
@@ -94,10 +92,8 @@ class Parquet(Files, Rows):
         rows_at_first = max(1, min(64, group.num_rows * ROWS_BYTES // 16 // length)) if is_large else 1024
 
         def count_rows(max_rows: int, left_out: Sequence[str] = ()) -> int:
-            """Return how many rows fit into `ROWS_BYTES` if all were as long as their column, or its longest page.
-
-            A column that names one long text a million times is short on disk.
-            """
+            """Return how many rows fit into `ROWS_BYTES` if all were as long as their column, or its longest page. A
+            column that names one long text a million times is short on disk."""
             lengths = [size for path, size in sizes.items() if path not in left_out]
             return min(max_rows, max(1, ROWS_BYTES // max([1, *lengths])))
 
@@ -151,9 +147,7 @@ def _find_max_page_bytes(path: str, chunk: Any) -> int:
 
 def _read_thrift(data: io.BytesIO) -> dict[int, int]:
     """Read a struct of Thrift's compact protocol, and return its numbers by their field; `IndexError` where it is cut.
-
-    https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
-    """
+    https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md"""
 
     def read_number() -> int:
         number = shift = 0
@@ -205,10 +199,8 @@ def _count_dictionaries(array: Any) -> int:
 
 
 def _count_bytes(array: Any) -> Any:
-    """Return the bytes [rows] of each row of an array of Arrow, without making its texts; 8 for a number.
-
-    What is in a list counts as `OBJECT_BYTES` at least.
-    """
+    """Return the bytes [rows] of each row of an array of Arrow, without making its texts; 8 for a number. What is in a
+    list counts as `OBJECT_BYTES` at least."""
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute
@@ -244,9 +236,7 @@ def _open_parquet(path: str, dictionaries: Sequence[str] = ()) -> Any:
 
 @lru_cache(2)
 def _open_again(path: str, version: str, dictionaries: tuple[str, ...] = ()) -> Any:
-    """Return a file that `_open_parquet` opens, the same one for all of its row groups.
-
-    Opened for each group, 1,000 groups took 13 GB: what a file says of its groups grows with them, and pyarrow's
-    metadata and schema hold each other until garbage is collected.
-    """
+    """Return a file that `_open_parquet` opens, the same one for all of its row groups. Opened for each group, 1,000
+    groups took 13 GB: what a file says of its groups grows with them, and pyarrow's metadata and schema hold each other
+    until garbage is collected."""
     return _open_parquet(path, dictionaries)

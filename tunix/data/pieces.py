@@ -252,10 +252,8 @@ def _find_letters_before_space(model: Part) -> str:
 
 
 def _is_local(step: Part, drops_space: bool) -> bool:
-    """Return whether a normalizer gives the same for two pieces and for the whole.
-
-    Where the space at a cut is dropped, a piece has no space at its ends: what changes spaces there changes nothing.
-    """
+    """Return whether a normalizer gives the same for two pieces and for the whole. Where the space at a cut is dropped,
+    a piece has no space at its ends: what changes spaces there changes nothing."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String") or step["pattern"].get("Regex")
         return pattern in (" ", " +", " {2,}") or (pattern == r"\A " and drops_space)

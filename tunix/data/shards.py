@@ -465,10 +465,8 @@ def can_split(source: Source, document: Document, cutter: Cutter | None) -> bool
 
 
 def _read_batches(plan: ShardPlan, vocab: Vocab, left_out: Counter[str], names: list[str]) -> Iterator[list[Document]]:
-    """Yield the documents in order, about `BATCH_CHARS` of text at a time.
-
-    `left_out` counts the items that give no document by reason; `names` gets the names of the first five.
-    """
+    """Yield the documents in order, about `BATCH_CHARS` of text at a time. `left_out` counts the items that give no
+    document by reason; `names` gets the names of the first five."""
     batch: list[Document] = []
     size = 0
     for unit in plan.units:
@@ -566,10 +564,8 @@ def _count_array_bytes(folder: Path, array: str) -> int:
 
 
 def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[str]:
-    """Make shards in worker processes and yield the name of each when it is done.
-
-    With one worker, this process makes them all, and the tokenizer uses a thread for each core.
-    """
+    """Make shards in worker processes and yield the name of each when it is done. With one worker, this process makes
+    them all, and the tokenizer uses a thread for each core."""
     if num_workers <= 1:
         yield from (_make_one(plan, folder) for plan in plans)
         return

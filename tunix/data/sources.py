@@ -183,10 +183,8 @@ class Arithmetic(Rows):
 
 
 def _change_digit(number: str, place: int, change: int) -> str:
-    """Return a number of as many digits with another one at a place; `place` and `change` may be of any size.
-
-    If wrong sums were always too large, they would teach to answer less, and not to add.
-    """
+    """Return a number of as many digits with another one at a place; `place` and `change` may be of any size. If wrong
+    sums were always too large, they would teach to answer less, and not to add."""
     index = place % len(number)
     others = [digit for digit in "0123456789" if digit != number[index] and (digit != "0" or index or len(number) == 1)]
     return number[:index] + others[change % len(others)] + number[index + 1 :]
@@ -380,10 +378,8 @@ def _load_again(source: HuggingFace, version: str) -> Any:
 
 
 def _find_saved_splits(folder: Path) -> dict[str, list[str]]:
-    """Return the files of each split, if `save_to_disk` of the library wrote the folder; else nothing.
-
-    The folder may have files of an earlier call beside them, with more shards or fewer.
-    """
+    """Return the files of each split, if `save_to_disk` of the library wrote the folder; else nothing. The folder may
+    have files of an earlier call beside them, with more shards or fewer."""
     saved: dict[str, list[str]] = {}
     for state in (*folder.glob("*/state.json"), folder / "state.json"):
         about = read_json(state) if state.is_file() else {}

@@ -95,11 +95,9 @@ def convert(path: Path) -> Backend:
 
 
 def _find_merges(proto: Any) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that BPE merges, the first learnt first.
-
-    A SentencePiece file has no list of merges. A token's score is minus the number of the merge that made it, so every
-    split of a token into two other tokens is a merge, in the order of the scores.
-    """
+    """Return the pairs of tokens that BPE merges, the first learnt first. A SentencePiece file has no list of merges. A
+    token's score is minus the number of the merge that made it, so every split of a token into two other tokens is a
+    merge, in the order of the scores."""
     numbers = {piece.piece: number for number, piece in enumerate(proto.pieces) if piece.type != CONTROL}
     merges = []
     for piece in proto.pieces:
@@ -164,11 +162,8 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
 
 def _add_tokens(backend: Backend, files: dict[str, Path], path: str) -> None:
     """Add the tokens that a folder has beside its SentencePiece model: those of added_tokens_decoder, or of a file of
-    their own, whose special ones special_tokens_map.json names.
-
-    Raises:
-        UserError: they are no tokens, or their ids are not the next ones.
-    """
+    their own, whose special ones special_tokens_map.json names. Raises `UserError` where they are no tokens, or their
+    ids are not the next ones."""
     decoder = _read_settings(files.get("tokenizer_config.json")).added_tokens_decoder
     older, named = (read_json(files[name]) if name in files else {} for name in (ADDED_TOKENS, SPECIAL_TOKENS))
     try:

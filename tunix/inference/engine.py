@@ -347,10 +347,8 @@ class Engine:
         return self._to_devices(make_table(self.pools, rows, (*shape, count_pages(self.num_slots)), {}))
 
     def _count_at_once(self, length: int, num_slots: int = 0) -> int:
-        """Return how many prompts or observations of a padded length a data shard computes at one time, at most.
-
-        Each prompt has so many slots of images, whose patches are tokens of the tower.
-        """
+        """Return how many prompts or observations of a padded length a data shard computes at one time, at most. Each
+        prompt has so many slots of images, whose patches are tokens of the tower."""
         max_prompts = count_prefill_prompts(length)
         vision = self.programs.arch.model.vision
         if num_slots and vision is not None:

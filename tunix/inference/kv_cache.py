@@ -307,10 +307,8 @@ def _run_mtp(
 
 
 def _mix_after(model: Transformer, cache: Cache, more: NewTokens) -> tuple[Callable[[Layer, None], Mix], jax.Array]:
-    """Return how new tokens look at the cache and at one another, and their positions [A, C].
-
-    In the place of its cache a layer returns the function that writes the first so many [A] of them.
-    """
+    """Return how new tokens look at the cache and at one another, and their positions [A, C]. In the place of its cache
+    a layer returns the function that writes the first so many [A] of them."""
     rows, start, num_tokens = more.rows, more.start, more.tokens.shape[1]
     times = start[:, None] + jnp.arange(num_tokens)  # [A, C]
     # A table of positions may end before the tokens that only fill up.
@@ -416,9 +414,7 @@ def _take_last(hidden: jax.Array, count: jax.Array) -> jax.Array:
 
 def _list_times(length: jax.Array, size: int) -> jax.Array:
     """Return the times of the tokens in `size` slots of rows with `length` [B] tokens: [B, S]; below 0 without one.
-
-    Slot s holds the newest time t < length with t % size = s. With 4 slots after 6 tokens these are 4, 5, 2 and 3.
-    """
+    Slot s holds the newest time t < length with t % size = s. With 4 slots after 6 tokens these are 4, 5, 2 and 3."""
     last = length[:, None] - 1
     return last - (last - jnp.arange(size)) % size
 
@@ -449,10 +445,8 @@ def _look_at_parts(
     parts: tuple[tuple[tuple[jax.Array, ...], jax.Array], ...],
 ) -> Any:
     """Return the results of queries [B, T, N, H] at `times` [B, T] over entries in several parts, each with its times.
-
     A softmax over all keys is the sum of those over its parts, each with its share of the sum of exp(score). So no copy
-    of a cache with the new tokens behind it is made.
-    """
+    of a cache with the new tokens behind it is made."""
     options, outs, log_sums = model.cfg.attention_options, [], []
     for entries, key_times in parts:
         attend = _look_at(heads, _find_visible(model, layer, times, key_times), {**options, "with_sums": True})
@@ -481,10 +475,8 @@ def _look_into_pages(
     table: jax.Array | None,
     times: jax.Array,
 ) -> tuple[Any, Pages]:
-    """Return the results of queries [A, C, N, H] at `times` [A, C], and the pages of a layer with these tokens.
-
-    They are written before they look. One without a page, or with the time -1, is left out.
-    """
+    """Return the results of queries [A, C, N, H] at `times` [A, C], and the pages of a layer with these tokens. They
+    are written before they look. One without a page, or with the time -1, is left out."""
     assert table is not None
     options, num_slots = model.cfg.attention_options, cached.arrays[0].shape[SLOTS]
 
@@ -522,9 +514,7 @@ def _pack(entries: tuple[jax.Array, ...], cached: tuple[jax.Array, ...]) -> tupl
 
 def _to_bits(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Return entries of bfloat16 as uint16 where XLA has no scatter of bfloat16, which is on CPUs; others as they are.
-
-    It would widen the whole cache for each token, and narrow it again.
-    """
+    It would widen the whole cache for each token, and narrow it again."""
     is_narrow = all(x.dtype == jnp.bfloat16 and has_product_library(x.dtype) for x in entries)
     return tuple(jax.lax.bitcast_convert_type(x, jnp.uint16) for x in entries) if is_narrow else entries
 
@@ -540,10 +530,8 @@ def quantize(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def _unpack(cached: tuple[jax.Array, ...], dtype: Any) -> tuple[Any, ...]:
-    """Return the entries of a layer: of 8 bits as `Scaled`; latents in the dtype of products.
-
-    Latents are added up before they are keys, so their scales cannot multiply the scores.
-    """
+    """Return the entries of a layer: of 8 bits as `Scaled`; latents in the dtype of products. Latents are added up
+    before they are keys, so their scales cannot multiply the scores."""
     if cached[0].dtype != jnp.int8:
         return tuple(x if x.dtype != jnp.uint16 else jax.lax.bitcast_convert_type(x, jnp.bfloat16) for x in cached)
     half = len(cached) // 2
@@ -555,11 +543,8 @@ def _write(
     cached: tuple[jax.Array, ...], new: tuple[jax.Array, ...], rows: jax.Array | None, slots: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Return arrays of a cache with new tokens [A, C, ...] in the slots [A, C] of some rows [A], or of all (None).
-
-    Tokens of one row may go into several rows of the cache, as pages are: then `rows` are [A, C].
-
-    A token whose slot or row is behind the last one is left out.
-    """
+    Tokens of one row may go into several rows of the cache, as pages are: then `rows` are [A, C]. A token whose slot or
+    row is behind the last one is left out."""
 
     # One scatter. Inside a loop over tokens, XLA writes it in place.
     def write(old, new, slots, rows=None):

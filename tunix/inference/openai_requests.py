@@ -190,11 +190,9 @@ class RequestReader:
         return encode(text)
 
     async def _tokenize(self, longest: int, work: Callable[[], T]) -> T:
-        """Return what `work` makes of texts of at most `longest` characters, in a thread.
-
-        Long ones are tokenized one after the other, since the library takes up to 280 times their size. Those that wait
-        hold no thread: there are few, and short texts need them.
-        """
+        """Return what `work` makes of texts of at most `longest` characters, in a thread. Long ones are tokenized one
+        after the other, since the library takes up to 280 times their size. Those that wait hold no thread: there are
+        few, and short texts need them."""
         async with self.long_text if longest > PIECE else nullcontext():
             return await asyncio.to_thread(work)
 

@@ -252,10 +252,8 @@ def _sample(scaled: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _find_argmax(logits: jax.Array) -> jax.Array:
-    """Return the first of the largest logits [B, V] of each row, int32 [B].
-
-    It is looked for in its block alone: XLA's CPU backend takes V steps of one number each for an `argmax`.
-    """
+    """Return the first of the largest logits [B, V] of each row, int32 [B]. It is looked for in its block alone: XLA's
+    CPU backend takes V steps of one number each for an `argmax`."""
     blocks = _split_blocks(logits, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, -1), -1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
@@ -447,9 +445,7 @@ def _insert(
     sampling: Sampling,
 ) -> tuple[Cache, Sampled]:
     """Put entries of prompts into rows [R] of the cache; return it, and the first token of each, [R] on every device.
-
-    `computed` is what `_prefill` returns.
-    """
+    `computed` is what `_prefill` returns."""
     logits, entries = computed
     cache = insert_rows(cache, entries, answers.source, answers.row, answers.pages)
     first = take_rows(logits, answers.source)
@@ -479,12 +475,9 @@ def _decode(
     *,
     sampling: Sampling,
 ) -> tuple[Cache, Sampled]:
-    """Draw tokens of the rows at work; return the cache and the tokens, [B, CHUNK] on every device.
-
-    A row rests when it has drawn a stop id, or reached its limit. From there on its tokens are `NO_TOKEN`. The loop
-    ends when fewer rows than `min_rows` are at work; it counts them after every few tokens, because a count is a sum
-    over devices.
-    """
+    """Draw tokens of the rows at work; return the cache and the tokens, [B, CHUNK] on every device. A row rests when it
+    has drawn a stop id, or reached its limit. From there on its tokens are `NO_TOKEN`. The loop ends when fewer rows
+    than `min_rows` are at work; it counts them after every few tokens, because a count is a sum over devices."""
     model = weights.module(arch)
 
     def step(state):
@@ -557,11 +550,8 @@ def _decode_guesses(
     sampling: Sampling,
 ) -> tuple[Cache, Sampled, jax.Array]:
     """Do as `_decode`, with the guesses of `sampling.guess`: tokens [B, CHUNK + guess] on every device, and the passes
-    [B] that have drawn them.
-
-    `text` [B, S] int32 has all tokens of each row, the newest one too. A row that has drawn `steps` tokens waits for
-    the others.
-    """
+    [B] that have drawn them. `text` [B, S] int32 has all tokens of each row, the newest one too. A row that has drawn
+    `steps` tokens waits for the others."""
     model = weights.module(arch)
     text = reshard(text, PartitionSpec(*model.layout.activation("B"), None))
 
@@ -646,9 +636,7 @@ def _sample_several(logits: jax.Array, key: jax.Array, rows: Drawing, sampling: 
 
 def _count_right(tokens: jax.Array, drawn: jax.Array, ends: jax.Array) -> jax.Array:
     """Return 1 for each of the tokens `drawn` [B, n] that counts, behind right guesses and before an end, else 0.
-
-    `tokens` [B, n] are the newest one and the guesses; `ends` [B, n] bool are drawn tokens that end a turn.
-    """
+    `tokens` [B, n] are the newest one and the guesses; `ends` [B, n] bool are drawn tokens that end a turn."""
     goes_on = (tokens[:, 1:] == drawn[:, :-1]) & ~ends[:, :-1]
     return jnp.cumprod(jnp.pad(goes_on.astype(jnp.int32), ((0, 0), (1, 0)), constant_values=1), axis=1)
 
@@ -675,11 +663,9 @@ def _put(old: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array) ->
 
 
 def _keep_in_loop(now: jax.Array, weights: Gathered) -> Gathered:
-    """Return the weights; quantized ones are made to depend on `now`, the number of the token.
-
-    XLA moves out of a loop what does not depend on its turn. For quantized weights that would be their conversion to
-    matrices, and the matrices of all layers would be in memory at one time.
-    """
+    """Return the weights; quantized ones are made to depend on `now`, the number of the token. XLA moves out of a loop
+    what does not depend on its turn. For quantized weights that would be their conversion to matrices, and the matrices
+    of all layers would be in memory at one time."""
     if all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(weights)):
         return weights
     return jax.lax.optimization_barrier((weights, now))[0]

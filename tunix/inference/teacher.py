@@ -97,11 +97,9 @@ def check_tokenizers(source: str, teacher: Mapping[str, int], own: Mapping[str, 
 
 
 def _fit_rows(layout: Layout, array: jax.Array, own: Any, fitted: Any) -> jax.Array:
-    """Return an array of a teacher with as many rows of vocabulary as the model in training has.
-
-    Rows behind those of the teacher are zeros, which `Teacher.module` leaves out; rows behind those of the model belong
-    to no token. `own` and `fitted` are the `Weight` of the teacher's files and of the model in training.
-    """
+    """Return an array of a teacher with as many rows of vocabulary as the model in training has. Rows behind those of
+    the teacher are zeros, which `Teacher.module` leaves out; rows behind those of the model belong to no token. `own`
+    and `fitted` are the `Weight` of the teacher's files and of the model in training."""
     if own.shape == fitted.shape:
         return array
     dim = own.equation.w.index(VOCAB)

@@ -167,11 +167,8 @@ class _Holder(threading.Thread):
                 self._start_again()
 
     def _exchange(self, kind: str, key: Key, timeout_s: float, *more: Any) -> Any:
-        """Send a request to the process, and return its reply; raises `LostProcess`.
-
-        Where a process that is killed would end all of its episodes, a late call is interrupted, and the process is
-        killed if that is in vain.
-        """
+        """Send a request to the process, and return its reply; raises `LostProcess`. Where a process that is killed
+        would end all of its episodes, a late call is interrupted, and the process is killed if that is in vain."""
         if self.pool.replays:
             return self.process.exchange((kind, key, None, *more), timeout_s)
         return self.process.exchange((kind, key, timeout_s, *more), timeout_s + GRACE_S)

@@ -201,11 +201,8 @@ class Judge:
         return Judgement(rating, calls, read, written)
 
     def _post(self, data: bytes, deadline: float) -> tuple[float | str, int, int]:
-        """Return the rating of a reply, and the tokens that the server has read and written.
-
-        Raises:
-            Failure: there is no reply, or it is none of a language model.
-        """
+        """Return the rating of a reply, and the tokens that the server has read and written. Raises `Failure` where
+        there is no reply, or it is none of a language model."""
         headers = {"Content-Type": "application/json", "User-Agent": "tunix"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"

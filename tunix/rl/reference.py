@@ -171,11 +171,9 @@ def digest_weights(params: Any, with_updates: bool = False) -> str:
 
 
 def _sum_bits(leaf: jax.Array) -> jax.Array:
-    """Return two sums, [2] uint32, over the bits of all numbers mixed with their places.
-
-    Sums of integers modulo 2^32 are exact: they are the same in any order, and so on any mesh, as sums of floats are
-    not. The place is mixed in because otherwise weights that have changed places would have the same sum.
-    """
+    """Return two sums, [2] uint32, over the bits of all numbers mixed with their places. Sums of integers modulo 2^32
+    are exact: they are the same in any order, and so on any mesh, as sums of floats are not. The place is mixed in
+    because otherwise weights that have changed places would have the same sum."""
     bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
     # The place of a number is its row-major index in the whole array: i, then i J + j, then (i J + j) K + k.
     spec, flat_index = jax.typeof(leaf).sharding.spec, jnp.uint32(0)

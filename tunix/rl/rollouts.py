@@ -551,10 +551,8 @@ class Rollouts:
         return list(samples), rollouts, waited
 
     def _ask_now(self, params: Any, first_step: int, samples: range) -> tuple[list[int], RolloutGroup, Numbers]:
-        """Draw a rollout with these parameters; ask further prompts where task.refill says so.
-
-        `samples` are those of the step where no earlier one took more.
-        """
+        """Draw a rollout with these parameters; ask further prompts where task.refill says so. `samples` are those of
+        the step where no earlier one took more."""
         order, task = self.order, self.task
         order.begin(first_step)
         left_out, number = order.num_left_out, samples.start + order.num_extra

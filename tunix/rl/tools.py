@@ -238,11 +238,8 @@ class Calculator:
 
 
 def _compute(node: ast.expr) -> float:
-    """Return the value of a node of an expression.
-
-    Raises:
-        ValueError: it has something that is neither a number, an operator nor a function of the table.
-    """
+    """Return the value of a node of an expression. Raises `ValueError` for what is neither a number, an operator nor a
+    function of the table."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _check_size(node.value)  # type: ignore[arg-type]
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
@@ -323,11 +320,7 @@ class SearchFolder:
 
 @cache  # each episode has an object, and all have the same folder
 def _read_folder(folder: str, passage_characters: int) -> Index:
-    """Return the passages of a folder's text files.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the passages of a folder's text files. Raises `ValueError` where there is none."""
     root, passages = expand_home(folder), []
     for path in sorted(path for path in root.rglob("*") if path.suffix in TEXT_FILES and path.is_file()):
         for passage in _split_passages(path.read_bytes().decode(errors="replace"), passage_characters):

@@ -241,10 +241,8 @@ class Compiler:
             self.begin_step(train_spec, schedule.spans(last))
 
     def _begin(self, key: Hashable, work: Callable[[], Any]) -> Future:
-        """Call `work()` in the thread, after all that was begun before.
-
-        It must not talk to other processes: they call gathers and collectives in the order of their main threads.
-        """
+        """Call `work()` in the thread, after all that was begun before. It must not talk to other processes: they call
+        gathers and collectives in the order of their main threads."""
 
         def work_on_mesh() -> Any:
             with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread

@@ -345,10 +345,8 @@ def write_config(job: compose.Job, folder: Path) -> None:
 
 
 def _write_environment(folder: Path) -> None:
-    """Write environment.json; a resumed run adds its environment to the list `resumed`.
-
-    Its `git_diff`, which may have a megabyte, is null where it is that of the start before.
-    """
+    """Write environment.json; a resumed run adds its environment to the list `resumed`. Its `git_diff`, which may have
+    a megabyte, is null where it is that of the start before."""
     path = folder / "environment.json"
     record = describe_environment()
     if path.exists():

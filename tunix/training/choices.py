@@ -238,10 +238,8 @@ def _lay_out(
 
 
 def _splits_stream(model: Model, batch: BatchKeys, sizes: Mapping[str, int]) -> bool:
-    """Return whether devices split the tokens of the residual stream.
-
-    Experts with biases keep it whole: jax 0.10.2 cannot give such a vector to tokens that vary over more axes than it.
-    """
+    """Return whether devices split the tokens of the residual stream. Experts with biases keep it whole: jax 0.10.2
+    cannot give such a vector to tokens that vary over more axes than it."""
     has_biases = isinstance(model.mlp, ExpertsMlp) and model.mlp.biases
     if has_biases and batch.sequence_parallel is True:
         raise UserError(
@@ -252,11 +250,9 @@ def _splits_stream(model: Model, batch: BatchKeys, sizes: Mapping[str, int]) -> 
 
 
 def _choose_sync(training: Training, sizes: Mapping[str, int], pipeline: PipelineShape) -> int:
-    """Return the microbatches between two reductions of gradients.
-
-    Where an axis splits the gradients, a reduction once a step needs whole gradients on each device, and weights that
-    are gathered for the step. Elsewhere each device has whole gradients anyway.
-    """
+    """Return the microbatches between two reductions of gradients. Where an axis splits the gradients, a reduction once
+    a step needs whole gradients on each device, and weights that are gathered for the step. Elsewhere each device has
+    whole gradients anyway."""
     strategy, every = STRATEGIES[training.sharding_strategy], training.sync_gradients_every
     if every == "auto":
         splits = strategy.summed_for == "microbatch" and any(sizes[axis] > 1 for axis in keeping_axes())
@@ -325,11 +321,8 @@ OPTIONS_OF_SUMS: dict[str, Options] = {"gpu": {"xla_gpu_dot_merger_threshold_mb"
 def _choose_overlap(
     cfg: Config, layout: Layout, sync_every: int, sizes: Mapping[str, int], platform: str | None
 ) -> tuple[bool, Options, str]:
-    """Return whether layers gather ahead, options of XLA, and the reason.
-
-    Raises:
-        UserError: `prefetch` where layers cannot gather ahead.
-    """
+    """Return whether layers gather ahead, options of XLA, and the reason. Raises `UserError` for `prefetch` where
+    layers cannot gather ahead."""
     name, options = cfg.training.overlap, OPTIONS.get(platform or "", {})
     if not layout.stage_axes:
         options = options | OPTIONS_WITHOUT_STAGES.get(platform or "", {})
@@ -349,9 +342,7 @@ def _choose_overlap(
 
 def _takes_turns(cfg: Config, layout: Layout, sizes: Mapping[str, int], hides: bool) -> bool:
     """Return whether two parts of a microbatch take turns in a layer, to hide the exchange of experts of each other.
-
-    `hides` says whether communication is to be hidden at all.
-    """
+    `hides` says whether communication is to be hidden at all."""
     lora = cfg.model.lora
     # With dropout, rows draw by their numbers in the whole microbatch, and donors of keys leave them for whole rows.
     whole = bool(lora.rank and lora.dropout) or cfg.model.shared_kv is not None or bool(layout.stage_axes)

@@ -204,10 +204,8 @@ def weigh_answers(batch: Batch, task: Grpo, max_new_tokens: int) -> tuple[jax.Ar
 
 
 def _estimate_kl(difference: jax.Array) -> jax.Array:
-    """Estimate the divergence from the reference in nats: k3 of http://joschu.net/blog/kl-approx.html.
-
-    `difference` is log-probability of the reference less that of the policy. The estimate is never negative.
-    """
+    """Estimate the divergence from the reference in nats: k3 of http://joschu.net/blog/kl-approx.html. `difference` is
+    log-probability of the reference less that of the policy. The estimate is never negative."""
     # With r = p_reference / p_policy, and answers drawn from the policy, the mean of r - 1 is 0. So r - 1 - log r has
     # the mean of -log r, which is the divergence, with less variance; and r - 1 >= log r.
     return jnp.exp(difference) - 1 - difference

@@ -95,11 +95,8 @@ def _blame_owner(key: str, name: str) -> AbstractContextManager[None]:
 
 
 def _judge(setting: str, source: str, differences: dict[str, jax.Array], dtype: str, mesh: Mesh) -> str:
-    """Return in words how large the differences are, by what they are of.
-
-    Raises:
-        UserError: they are larger than rounding explains.
-    """
+    """Return in words how large the differences are, by what they are of. Raises `UserError` where they are larger than
+    rounding explains."""
     max_difference, of_what = max((float(value), label) for label, value in differences.items())
     limit, kind, key = LIMITS[dtype], mesh.devices.flat[0].device_kind, setting.split("=")[0]
     if max_difference > limit:
@@ -116,9 +113,7 @@ def _compare(
     model: Model, sizes: HeadSizes, layout: Layout, name: str, num_rows: int, num_parts: int
 ) -> dict[str, jax.Array]:
     """Return for outputs and gradients the largest difference, relative to the largest number of the plain kernel.
-
-    There are `num_rows` sequences, each on `num_parts` devices. `sizes` are those of the heads.
-    """
+    There are `num_rows` sequences, each on `num_parts` devices. `sizes` are those of the heads."""
     kv_dim_name = sizes.dim_names[0]
     length = -(-LENGTH // num_parts) * num_parts
 
@@ -153,9 +148,7 @@ def _compare_matmul(
     name: str, num_inputs: int, num_outputs: int, dtype: str, axes: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     """Return what `_compare` does for products [R, out] of rows [R, in] with the weights of their experts [4, in, out].
-
-    One expert has no rows, and the last rows have no expert. Runs on each device of the mesh axes.
-    """
+    One expert has no rows, and the last rows have no expert. Runs on each device of the mesh axes."""
     sizes = jnp.array(SIZES, jnp.int32)
     has_expert = (jnp.arange(LENGTH) < sum(SIZES))[:, None]
 
@@ -178,10 +171,8 @@ def _compare_matmul(
 
 
 def _compare_fused(mlp: ExpertsMlp, num_inputs: int, dtype: str, axes: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Return what `_compare` does for experts of this kind, each token with two of 4 experts, by fused kernels.
-
-    One expert has no rows, and some choices are of other devices. Half of the rows are computed in a second round.
-    """
+    """Return what `_compare` does for experts of this kind, each token with two of 4 experts, by fused kernels. One
+    expert has no rows, and some choices are of other devices. Half of the rows are computed in a second round."""
     num_tokens, num_experts = LENGTH // 2, len(SIZES)
     choices = jnp.repeat(
         jnp.arange(num_experts + 1), jnp.array([*SIZES, LENGTH - sum(SIZES)]), total_repeat_length=LENGTH

@@ -393,10 +393,8 @@ def _score_chunk(
     with_entropy: bool = False,
     teacher: TeacherOutput | None = None,
 ) -> Scores:
-    """Return the scores [B, C] of targets [B, C]; hidden is [B, C, D], the table is [V, D].
-
-    A teacher has the hidden states of the chunk. Its divergence has a temperature of its own.
-    """
+    """Return the scores [B, C] of targets [B, C]; hidden is [B, C, D], the table is [V, D]. A teacher has the hidden
+    states of the chunk. Its divergence has a temperature of its own."""
     logits = model.logits((table, table), hidden)
     divergence = None if teacher is None else teacher.compute(logits, teacher.table, teacher.hidden)
     if temperature != 1:

@@ -111,10 +111,8 @@ def next_token_loss(
 
 
 def _compute_text_metrics(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
-    """Return the mean loss (nats per token), perplexity and bits per byte of a text.
-
-    Bits per byte do not depend on the tokenizer.
-    """
+    """Return the mean loss (nats per token), perplexity and bits per byte of a text. Bits per byte do not depend on the
+    tokenizer."""
     nll, num_tokens = float(sums["loss"]), float(weight)
     loss = nll / num_tokens
     further: Sums = {name: sums[name] for name in ("teacher_kl", "mtp_loss") if name in sums}

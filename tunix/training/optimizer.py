@@ -112,11 +112,8 @@ def make_optimizer(
 
 
 def _assign_groups(optimizer: Optimizer, weights: dict[str, Any], loraplus_lr_ratio: float) -> dict[str, Any]:
-    """Return for each parameter its weight decay, and its learning rate as a multiple of the optimizer's.
-
-    Raises:
-        UserError: a pattern matches no parameter.
-    """
+    """Return for each parameter its weight decay, and its learning rate as a multiple of the optimizer's. Raises
+    `UserError` where a pattern matches no parameter."""
     used = set()
 
     def settings(path, weight):

@@ -425,10 +425,8 @@ class Iterations:
 
     def _finish_part(self, carry: Carry, now: jax.Array, stream: Stream, nothing: Stream) -> tuple[Carry, Stream]:
         """Compute the loss of the part that the last stage has finished, if it has. Returns the gradient of its stream.
-
         Without such a part the gradient is `nothing`. With one chunk on each stage the last stage finishes a part in
-        each tick of this loop; with several it does so in some, and the others skip the loss.
-        """
+        each tick of this loop; with several it does so in some, and the others skip the loss."""
         model, (is_due, number) = self.model, self.schedule.finishing(now)
 
         def finish(d_outer, weight, sums, _):
@@ -446,11 +444,9 @@ class Iterations:
         return carry._replace(d_outer=d_outer, weight=weight, sums=sums), d_finished
 
     def _go_backward(self, carry: Carry, now: jax.Array, d_finished: Stream) -> Carry:
-        """Let every stage go backward through rows that it kept, and send the gradient to the stage before it.
-
-        With `recompute_runs` the stage computes its blocks once more, because it kept only what went into them. Behind
-        the first chunk of the first stage comes the embedding.
-        """
+        """Let every stage go backward through rows that it kept, and send the gradient to the stage before it. With
+        `recompute_runs` the stage computes its blocks once more, because it kept only what went into them. Behind the
+        first chunk of the first stage comes the embedding."""
         model, lanes, slot = self.model, self.lanes, self.schedule.backward(now, self.stages)
         kept = jax.tree.unflatten(self.kept_tree, lanes.take(carry.saved, self._find_slots(self.slots.taken, now)))
         is_last = self.is_last & (slot.chunk == self.schedule.num_chunks - 1)
