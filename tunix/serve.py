@@ -89,11 +89,8 @@ def serve(command: Serve) -> None:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Return a socket with the address, on which nobody listens yet.
-
-    Raises:
-        UserError: the address is not one of this machine, or another program listens there.
-    """
+    """Return a socket with the address, on which nobody listens yet. Raises `UserError` where the address is not one of
+    this machine, or another program listens there."""
     with _describing_address(host, port):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)

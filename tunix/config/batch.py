@@ -92,11 +92,8 @@ class PipelineShape(NamedTuple):
 
 
 def count_parts(batch: "BatchKeys", mesh_sizes: Mapping[str, int]) -> int:
-    """Return the number of parts of a microbatch that go through the stages one after the other.
-
-    Raises:
-        UserError: the key does not fit the stages and the rows, with the nearest numbers that do.
-    """
+    """Return the number of parts of a microbatch that go through the stages one after the other. Raises `UserError`
+    where the key does not fit the stages and the rows; it names the nearest numbers that do."""
     stages, rows = num_stages(mesh_sizes), batch.sequences_per_shard
     if stages == 1:
         return 1
@@ -199,10 +196,7 @@ class BatchKeys(Section):
     @property
     def sequences_per_shard(self) -> int:
         """Sequences of a data shard in a microbatch: `micro_batch_size` as a number, or those of `micro_batch_tokens`.
-
-        Raises:
-            UserError: it is `auto`, and nothing has chosen a number yet.
-        """
+        Raises `UserError` where it is `auto`, and nothing has chosen a number yet."""
         if self.micro_batch_size == "auto":
             raise UserError("training.micro_batch_size=auto is chosen by a run and by tunix.plan only; give a number")
         if self.micro_batch_tokens is not None:
@@ -248,10 +242,8 @@ class BatchKeys(Section):
     def batch_schedule(self, mesh_sizes: Mapping[str, int], step: int = 0, tokens: int = 0) -> "BatchSchedule":
         """Return the batches of the steps that a run still has to take, on a mesh of these sizes.
 
-        `step` and `tokens` are those that the run has taken already, 0 for a new run.
-
-        Raises:
-            UserError: the batch of a stage does not fit the mesh.
+        `step` and `tokens` are those that the run has taken already, 0 for a new run. Raises `UserError` where the
+        batch of a stage does not fit the mesh.
         """
         # A stage that ends after tokens ends at another step if the run was resumed with another batch. So the schedule
         # is made anew at each start, from the steps and tokens so far.
@@ -281,11 +273,8 @@ class BatchKeys(Section):
         return count_parts(self, mesh_sizes) // num_stages(mesh_sizes)
 
     def splits_stream(self, mesh_sizes: Mapping[str, int]) -> bool:
-        """Return whether devices split the tokens of the residual stream on a mesh; see `sequence_parallel`.
-
-        Raises:
-            UserError: it is true, and the devices do not divide the tokens.
-        """
+        """Return whether devices split the tokens of the residual stream on a mesh; see `sequence_parallel`. Raises
+        `UserError` where it is true, and the devices do not divide the tokens."""
         if self.sequence_parallel is False or stream_shards(mesh_sizes) == 1:
             return False
         # Stages split the tokens of a part further, outside of the blocks.

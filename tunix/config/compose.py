@@ -85,11 +85,8 @@ def add_implied_model(overrides: list[str]) -> list[str]:
 
 
 def add_search_path(overrides: list[str], *folders: str | Path | None) -> list[str]:
-    """Add the override that makes Hydra look for config files in these folders too; None is skipped.
-
-    Raises:
-        UserError: a folder does not exist.
-    """
+    """Add the override that makes Hydra look for config files in these folders too; None is skipped. Raises `UserError`
+    where a folder does not exist."""
     existing = [Path(folder) for folder in folders if folder]
     for folder in existing:
         if not folder.is_dir():
@@ -199,11 +196,7 @@ class Job:
 
 
 def compose(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> Job:
-    """Compose and check the config of a run, new or resumed.
-
-    Raises:
-        UserError: a line for each error.
-    """
+    """Compose and check the config of a run, new or resumed. Raises `UserError` with a line for each error."""
     overrides = [select_set(word) for word in overrides]
     with describe_errors():
         typed = OverridesParser.create().parse_overrides(overrides)

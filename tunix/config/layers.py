@@ -382,11 +382,8 @@ UPDATED = (*PROJECTIONS, *EXPERT_PROJECTIONS)  # what low-rank updates are for
 
 
 def match_projections(pattern: str | None) -> str | None:
-    """Return the regular expression unchanged.
-
-    Raises:
-        ValueError: it matches no projection. A typo would otherwise train nothing, in silence.
-    """
+    """Return the regular expression unchanged. Raises `ValueError` where it matches no projection: a typo would train
+    nothing, in silence."""
     if pattern is not None and not any(re.search(pattern, name) for name in UPDATED):
         raise ValueError(f"matches none of {', '.join(UPDATED)}")
     return pattern

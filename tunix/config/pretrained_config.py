@@ -316,11 +316,8 @@ class LogitsInfo(BaseModel):
 
 
 def read_logits_info(source: str) -> LogitsInfo | None:
-    """Return what a folder of a teacher's logits says of itself; None where `source` is none.
-
-    Raises:
-        UserError: its file is damaged, or of a newer version.
-    """
+    """Return what a folder of a teacher's logits says of itself; None where `source` is none. Raises `UserError` where
+    its file is damaged, or of a newer version."""
     path = expand_home(source) / LOGITS_FILE
     if not path.is_file():
         return None
@@ -336,11 +333,8 @@ def read_logits_info(source: str) -> LogitsInfo | None:
 
 
 def fill_reward_models(task: dict[Any, Any]) -> None:
-    """Write the checkpoint of each run that a term of task.rewards names into its path, as `fill_teacher` does.
-
-    Raises:
-        UserError: a path names neither a run nor a model, or a model that does not give one number.
-    """
+    """Write the checkpoint of each run that a term of task.rewards names into its path, as `fill_teacher` does. Raises
+    `UserError` where a path names neither a run nor a model, or a model that does not give one number."""
     for term in task["rewards"]:
         if not isinstance(term, dict) or term.get("function") != "model" or not term.get("path"):
             continue

@@ -41,11 +41,8 @@ SECTIONS = (
 
 
 def read_saved(run_dir: Path) -> dict[Any, Any]:
-    """Read the saved config of a run's folder, in today's form.
-
-    Raises:
-        UserError: the file cannot be read, or is not the whole config of a run.
-    """
+    """Read the saved config of a run's folder, in today's form. Raises `UserError` where the file cannot be read, or is
+    not the whole config of a run."""
     values = load_saved(run_dir)
     if missing := next((name for name in SECTIONS if not isinstance(values.get(name), dict)), None):
         raise _describe_damage(run_dir, f"it has no section {missing}")
@@ -96,11 +93,8 @@ def _describe_damage(run_dir: Path, damage: str | None) -> UserError:
 
 
 def upgrade(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Bring the values of a whole config to today's form, in place.
-
-    Raises:
-        UserError: a word that was never legal stands where a word was.
-    """
+    """Bring the values of a whole config to today's form, in place. Raises `UserError` where a word that was never
+    legal stands where a word was."""
     for old in OLD_FORMS:
         for key, form in old["forms"].items():
             _change_form(values, key, form)
@@ -200,11 +194,8 @@ def mirror_run(root: str, key: str, copied: Sequence[str] = ()) -> Path | None:
 
 
 def find_mirrored(source: str, key: str, copied: Sequence[str] = ()) -> tuple[Path, int | None]:
-    """Return folder and step of a run in a bucket, RUN or RUN/checkpoints/STEP; `copied` as `mirror_run` has it.
-
-    Raises:
-        UserError: the address is no run.
-    """
+    """Return folder and step of a run in a bucket, RUN or RUN/checkpoints/STEP; `copied` as `mirror_run` has it. Raises
+    `UserError` where the address is no run."""
     root, step = split_step(source)
     folder = mirror_run(root, key, copied)
     if folder is None:
@@ -282,11 +273,9 @@ def read_root(run_dir: Path) -> str | None:
 def find_checkpoints(
     source: str, choice: Sequence[int] | Literal["all"], key: str, hint: str = ""
 ) -> list[tuple[int, str]]:
-    """Return steps and folders of checkpoints of the run `checkpoint=source`, of `choice` or all that are kept.
-
-    Raises:
-        UserError: it is no run, lacks one of them, or has none at all. `key` begins the message, `hint` may end it.
-    """
+    """Return steps and folders of checkpoints of the run `checkpoint=source`, of `choice` or all that are kept. Raises
+    `UserError` where it is no run, lacks one of them, or has none at all; `key` begins the message, `hint` may end
+    it."""
     run = find_run(source)
     if run is None or run[1] is not None:
         label = "is no run of tunix" if run is None else "is one checkpoint"

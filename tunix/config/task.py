@@ -459,10 +459,8 @@ class Grpo(Prompted, Taught):
     def num_prompts(self, num_sequences: int, unit: int = 1) -> int:
         """Return the number of prompts of a step of `num_sequences` answers: each prompt has a group of answers.
 
-        Every batch of the run is a multiple of `unit`, and so are those that the message names.
-
-        Raises:
-            UserError: the groups do not fill the sequences, with the nearest values that do.
+        Every batch of the run is a multiple of `unit`, and so are those that the message names. Raises `UserError`
+        where the groups do not fill the sequences; it names the nearest values that do.
         """
         if num_sequences % self.group_size:
             near = " or ".join(map(str, nearest(list_divisors(num_sequences, least=2), self.group_size)))

@@ -12,11 +12,8 @@ from tunix.models.table import MATMUL_DTYPES
 
 
 def read_steps(text: str) -> range:
-    """Return the steps of `1200:1250`, both ends included, or of `1200`.
-
-    Raises:
-        ValueError: the text is neither.
-    """
+    """Return the steps of `1200:1250`, both ends included, or of `1200`. Raises `ValueError` where the text is
+    neither."""
     first, _, last = text.partition(":")
     if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
         raise ValueError("expected a step, or a range of steps FIRST:LAST that includes both")

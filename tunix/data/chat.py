@@ -217,11 +217,8 @@ class ChatTemplate:
         self, messages: Sequence[Message], add_generation_prompt: bool = False, options: Options = NO_OPTIONS
     ) -> str:
         """Return the text of a conversation; `add_generation_prompt` adds the text that asks for the next answer.
-
-        Raises:
-            RefusedConversation: the template fails, its text is many times longer than the conversation, or has half of
-                a pair of surrogates, which no tokenizer takes.
-        """
+        Raises `RefusedConversation` where the template fails, its text is many times longer than the conversation, or
+        has half of a pair of surrogates, which no tokenizer takes."""
         if "<|channel|>" in self.source:
             messages = list(map(_read_channels, messages))
         messages = list(map(_name_thoughts, messages))
@@ -457,11 +454,8 @@ class ChatTemplate:
         return text[text.rindex(MARK) + len(MARK) :]
 
     def choose_observation_role(self, options: Options = NO_OPTIONS) -> str:
-        """Return the role of an environment's messages: `tool` where the template shows its words, else `user`.
-
-        Raises:
-            UserError: the template shows neither. Some drop a message of an unknown role without a word.
-        """
+        """Return the role of an environment's messages: `tool` where the template shows its words, else `user`. Raises
+        `UserError` where it shows neither: some drop a message of an unknown role without a word."""
         for role in ("tool", "user"):
             try:
                 if WORDS in self.text_after_turn(role, [WORDS], options):

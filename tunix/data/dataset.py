@@ -204,11 +204,8 @@ def _report_end(task: Task, vocab: Vocab) -> None:
 
 
 def make_share(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading, share: slice) -> None:
-    """Make the missing ones of some shards of a source; afterwards `prepare` makes the others, and the index.
-
-    Raises:
-        UserError: documents cannot be read, or the cache cannot be written.
-    """
+    """Make the missing ones of some shards of a source; afterwards `prepare` makes the others, and the index. Raises
+    `UserError` where documents cannot be read, or the cache cannot be written."""
     folder = find_folder(source, units, task, vocab, loading)
     if not (folder / "index.json").exists():
         make_shards(_plan_shards(source, units, task, vocab, loading, folder)[share], folder, loading)
@@ -287,11 +284,8 @@ def _plan_shards(
 
 
 def open_verified(folder: Path, loading: Loading) -> Prepared:
-    """Open a tokenized corpus, after a comparison with its digests if `loading.verify` asks for one.
-
-    Raises:
-        UserError: a file is damaged, or the index is of another version.
-    """
+    """Open a tokenized corpus, after a comparison with its digests if `loading.verify` asks for one. Raises `UserError`
+    where a file is damaged, or the index is of another version."""
     verify_folder(folder, loading.verify, "data", f"remove the folder {folder}, and prepare it again")
     return open_prepared(folder)
 

@@ -137,10 +137,8 @@ def read_documents(
 ) -> Iterator[Document | LeftOut]:
     """Yield the documents of one unit in order, and a `LeftOut` in place of each item that gives none.
 
-    `processor` is that of a model that sees. Without `with_images` the places of images alone are read.
-
-    Raises:
-        UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
+    `processor` is that of a model that sees. Without `with_images` the places of images alone are read. Raises
+    `UserError` where a file cannot be read, or a row is bad and data.bad_rows=error.
     """
     limit = source.max_document_bytes if isinstance(source, Limited) else None
     if isinstance(source, Rows) and task.documents != "text":
@@ -245,10 +243,7 @@ def _drop_images(question: Question, columns: Columns) -> Question:
 
 def encode_json(value: Any) -> bytes:
     """Return a value as JSON in UTF-8. A value of a type that JSON lacks, like a date, is written as str() gives it.
-
-    Raises:
-        BadRow: a key that JSON lacks, or a list within itself, of data=custom.
-    """
+    Raises `BadRow` for a key that JSON lacks, or a list within itself, of data=custom."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError) as error:

@@ -82,8 +82,7 @@ class ImageProcessor:
         self.fit(width, height)
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        """Return the size in pixels, width and height, that an image gets; raises as `check`. An image of that size keeps
-        it."""
+        """Return the size in pixels, width and height, that an image gets; one of that size keeps it."""
         raise NotImplementedError
 
     def divide(self, width: int, height: int) -> Grid:
@@ -135,9 +134,7 @@ class ImageProcessor:
 
         Its arrays are float32: each number is divided by 255, less the mean, divided by the deviation. `grids` is its
         `image_grid_thw` [images, 3], of a tower that takes images of any size. Tiles are images of their own here.
-
-        Raises:
-            ValueError: these are no such arrays; the message says what is expected.
+        Raises `ValueError` where these are no such arrays; the message says what is expected.
         """
         channels_first = self.unit_shape[2], *self.unit_shape[:2]
         if pixel_values.ndim < 4 or pixel_values.shape[-3:] != channels_first:
@@ -147,11 +144,8 @@ class ImageProcessor:
         return units, np.ones((len(units), 2), np.int32)
 
     def expand(self, texts: Sequence[str], images: Sequence[bytes]) -> list[str]:
-        """Return texts with all tokens of each image; `images` are those of all texts, in order.
-
-        Raises:
-            ValueError: there are more marks than images, or fewer; the message says how many of both.
-        """
+        """Return texts with all tokens of each image; `images` are those of all texts, in order. Raises `ValueError`
+        where there are more marks than images, or fewer; the message says how many of both."""
         if (count := sum(text.count(self.mark) for text in texts)) != len(images):
             raise ValueError(f"{count} times {self.mark} for {len(images)} images")
         written = (self.write(self.find_grid(data)) for data in images)
@@ -160,11 +154,7 @@ class ImageProcessor:
 
     def find(self, tokens: np.ndarray, soft_id: int, images: Sequence[bytes]) -> np.ndarray:
         """Return the spans [images, 2] of images among the tokens [T]: the first soft token of each, and the place
-        behind its last.
-
-        Raises:
-            ValueError: the tokens have another number of soft tokens.
-        """
+        behind its last. Raises `ValueError` where the tokens have another number of soft tokens."""
         positions = np.flatnonzero(np.asarray(tokens) == soft_id)
         ends = np.cumsum([self.count(self.find_grid(data)) for data in images], dtype=np.int64)
         if len(positions) != (ends[-1] if len(ends) else 0):

@@ -43,11 +43,8 @@ def find_slots(cfg: Config) -> "ImageSlots | None":
 
 
 def index_images(tokens: Sequence[int], files: Sequence[bytes], processor: ImageProcessor, soft: int) -> Images | None:
-    """Return the images of a prompt, out of their files; None without any (`Engine.admit`).
-
-    Raises:
-        ValueError: the tokens are those of another number of images.
-    """
+    """Return the images of a prompt, out of their files; None without any (`Engine.admit`). Raises `ValueError` where
+    the tokens are those of another number of images."""
     row = np.asarray(tokens)
     processor.find(row, soft, files)
     return _join([processor.decode(data) for data in files], _count_soft(row, soft)) if files else None
@@ -253,10 +250,8 @@ class ImagePrompts:
     def read(self, turns: list[dict[str, Any]], references: Sequence[Any], source: str) -> list[bytes]:
         """Return the files of a conversation's images, and put their places into its turns.
 
-        Paths begin at the folder of the file `source`, or at the working folder.
-
-        Raises:
-            UserError: an image that cannot be read, or other places than images.
+        Paths begin at the folder of the file `source`, or at the working folder. Raises `UserError` for an image that
+        cannot be read, or other places than images.
         """
         bounds, in_place = ("1 GiB", "max_image_pixels"), "download it, and name its file"
         rules = MAX_BYTES, self.max_pixels
@@ -269,11 +264,8 @@ class ImagePrompts:
     def encode(
         self, text: str, files: Sequence[bytes], tokenize: Callable[[str], list[int]]
     ) -> tuple[list[int], Images | None]:
-        """Return the tokens of a text with those of each image, and the images; None without images.
-
-        Raises:
-            UserError: the text has another number of images, or its tokens are not those of the images.
-        """
+        """Return the tokens of a text with those of each image, and the images; None without images. Raises `UserError`
+        where the text has another number of images, or its tokens are not those of the images."""
         try:
             tokens = tokenize(self.processor.expand([text], list(files))[0])
             return tokens, index_images(tokens, files, self.processor, self.soft_id)

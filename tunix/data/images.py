@@ -265,11 +265,7 @@ def find_root(path: str) -> str:
 
 def read_parts(content: list[Any]) -> str | list[dict[str, Any]]:
     """Return the parts of a turn: {"type": "text", "text"} or {"type": "image"}, with `image` where the part has its
-    image. Texts alone are joined.
-
-    Raises:
-        BadRow: a part of another kind.
-    """
+    image. Texts alone are joined. Raises `BadRow` for a part of another kind."""
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -298,11 +294,8 @@ def list_column(columns: Columns, row: dict[str, Any]) -> list[Any]:
 
 
 def list_references(value: Any) -> list[Any]:
-    """Return the images in a cell: one of them, a list, or a list as JSON; none where it is empty.
-
-    Raises:
-        ValueError: a text that begins like a list and is none.
-    """
+    """Return the images in a cell: one of them, a list, or a list as JSON; none where it is empty. Raises `ValueError`
+    for a text that begins like a list and is none."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value)
     if value is None or value == "":

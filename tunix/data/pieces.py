@@ -69,11 +69,8 @@ def split_text(text: str, cutter: Cutter | None) -> Iterator[str]:
 
 
 def count_bytes(text: str) -> int:
-    """Return the bytes of a text in UTF-8, without a second copy of a long one.
-
-    Raises:
-        UnicodeEncodeError: the text has half of a character in it.
-    """
+    """Return the bytes of a text in UTF-8, without a second copy of a long one. Raises `UnicodeEncodeError` where the
+    text has half of a character in it."""
     return sum(len(text[begin : begin + PIECE].encode()) for begin in range(0, len(text), PIECE))
 
 

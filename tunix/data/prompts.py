@@ -51,11 +51,8 @@ class Prompt(NamedTuple):
     images: Images | None = None  # of a model that sees: images [n, y, x, 3], index [tokens]; None without any
 
     def encode_with(self, vocab: Vocab, texts: Sequence[str]) -> list[int]:
-        """Return the tokens of the prompt whose last message goes on with some texts.
-
-        Raises:
-            UserError: the prompt comes from a copied folder, which keeps its tokens alone.
-        """
+        """Return the tokens of the prompt whose last message goes on with some texts. Raises `UserError` where the
+        prompt comes from a copied folder, which keeps its tokens alone."""
         question = self.find_question()
         *before, last = question.messages
         messages = [*before, {**last, "content": last["content"] + "".join(texts)}]
@@ -63,11 +60,8 @@ class Prompt(NamedTuple):
         return vocab.backend.encode(vocab.chat.render(messages, True, question.options), add_special_tokens=False).ids
 
     def find_question(self) -> Question:
-        """Return the turns of the prompt, behind which `reset` of an environment may say something.
-
-        Raises:
-            UserError: the prompt comes from a copied folder, which keeps its tokens alone.
-        """
+        """Return the turns of the prompt, behind which `reset` of an environment may say something. Raises `UserError`
+        where the prompt comes from a copied folder, which keeps its tokens alone."""
         if self.question is None:
             raise UserError(
                 "what reset says belongs to the prompt, of which data=tokens keeps the tokens alone; give rows"
@@ -181,12 +175,9 @@ C = TypeVar("C", bound=AnyCorpus)
 
 
 def load_together(load: Callable[[], C]) -> C:
-    """Load a corpus on every process, process 0 first; every process calls this.
-
-    Raises:
-        UserError: as `load` raises it; or processes have read different documents: each host has its own, or files
-            have changed since process 0 listed them.
-    """
+    """Load a corpus on every process, process 0 first; every process calls this. Raises as `load`, and `UserError`
+    where processes have read different documents: each host has its own, or files have changed since process 0 listed
+    them."""
     corpus = peers.main_first(load, "preparing the data")
     key = hash_texts(corpus.vocab.digest, *(part.stream.fingerprint for part in corpus.parts))
     peers.reject_others(key, "data", "documents, or different versions of files")

@@ -169,11 +169,8 @@ def list_arrays(documents: str, with_images: bool) -> tuple[str, ...]:
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """Open the folder of a tokenized corpus.
-
-    Raises:
-        UserError: the index is damaged, or of a version whose form is not read here.
-    """
+    """Open the folder of a tokenized corpus. Raises `UserError` where the index is damaged, or of a version whose form
+    is not read here."""
     with naming_writer(folder):
         index = read_json(folder / "index.json")
         if index.get("format") not in READABLE:

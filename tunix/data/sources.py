@@ -449,11 +449,8 @@ class ReasoningGym(Rows):
 
 
 def make_problems(task: str, config: dict[str, Any]) -> Any:
-    """Return the library's data set of one kind of problems: problem n is the same in every process.
-
-    Raises:
-        UserError: the library is not installed, or does not know the kind or an argument.
-    """
+    """Return the library's data set of one kind of problems: problem n is the same in every process. Raises `UserError`
+    where the library is not installed, or does not know the kind or an argument."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

@@ -128,11 +128,8 @@ class LogitFiles:
         make_once(self._piece(number), make, "loading.cache_dir or task.teacher")
 
     def verify(self, loading: Loading) -> None:
-        """Compare the pieces with their digests, if `loading.verify` asks for it.
-
-        Raises:
-            UserError: a file is damaged, or ends early.
-        """
+        """Compare the pieces with their digests, if `loading.verify` asks for it. Raises `UserError` where a file is
+        damaged, or ends early."""
         for piece in self.pieces:
             verify_folder(piece, loading.verify, TEACHER, f"remove {piece}, and it is made again")
 

@@ -238,10 +238,8 @@ def read_settings(files: dict[str, Path]) -> Settings:
     values if there are no such files.
 
     Versions of transformers that did not write added_tokens_decoder kept there what a tokenizer began with, and the
-    tokens of today in special_tokens_map.json. As in transformers, these are taken.
-
-    Raises:
-        UserError: a key has a value of another type.
+    tokens of today in special_tokens_map.json. As in transformers, these are taken. Raises `UserError` where a key has
+    a value of another type.
     """
     of_config, of_tokens, of_processor = (
         _read_settings(files.get(name)) for name in ("tokenizer_config.json", SPECIAL_TOKENS, "chat_template.json")
@@ -417,11 +415,8 @@ class Vocab:
             yield np.array(encoding.ids, self.dtype)
 
     def expand_images(self, texts: Sequence[str], images: Sequence[bytes]) -> Sequence[str]:
-        """Return the texts of a document with all tokens of each of its images.
-
-        Raises:
-            RefusedConversation: the chat template has written more images, or fewer: a thought or a call may have one.
-        """
+        """Return the texts of a document with all tokens of each of its images. Raises `RefusedConversation` where the
+        chat template has written more images, or fewer: a thought or a call may have one."""
         if self.images is None:
             return texts
         try:
@@ -430,11 +425,8 @@ class Vocab:
             raise RefusedConversation(f"task.chat_template: it writes {error}") from None
 
     def find_images(self, tokens: Sequence[np.ndarray], images: Sequence[bytes]) -> np.ndarray:
-        """Return the spans [images, 2] of images in a document's parts (`ImageProcessor.find`).
-
-        Raises:
-            RefusedConversation: the chat template has written other soft tokens than those of the images.
-        """
+        """Return the spans [images, 2] of images in a document's parts (`ImageProcessor.find`). Raises
+        `RefusedConversation` where the chat template has written other soft tokens than those of the images."""
         if self.images is None:
             return np.zeros((0, 2), np.int64)
         try:
@@ -589,11 +581,8 @@ def pad_rows(num_tokens: int) -> int:
 
 
 def add_images(vocab: Vocab, processor: ImageProcessor | None) -> Vocab:
-    """Return a tokenizer for a model that sees images, with its processor; the same one where it sees none.
-
-    Raises:
-        UserError: the tokenizer lacks the tokens that stand for an image.
-    """
+    """Return a tokenizer for a model that sees images, with its processor; the same one where it sees none. Raises
+    `UserError` where the tokenizer lacks the tokens that stand for an image."""
     if processor is None:
         return vocab
     if missing := [token for token in processor.tokens if vocab.backend.token_to_id(token) is None]:

@@ -25,11 +25,7 @@ SHORTEST = 32  # tokens: rows are filled up to powers of 2 from here, so that fe
 
 
 def import_harness() -> Any:
-    """Import the package lm_eval.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Import the package lm_eval. Raises `UserError` where it is not installed."""
     try:
         import lm_eval
         import lm_eval.api.model

@@ -161,9 +161,7 @@ class Sampler:
         `params` are the parameters at rest, or what `gather` made of them. `rows_at_once` limits memory: it is the
         number of rows that are held at one time over the whole mesh; None sets no limit. `num_pages` bounds the pages
         of a data shard; None takes that of the sampler. `fixed_shapes` is for rows that wait for tools (see `Engine`).
-
-        Raises:
-            UserError: `max_length` is longer than the context.
+        Raises `UserError` where `max_length` is longer than the context.
         """
         if max_length > self.context_length:
             raise UserError(f"rows of {max_length} tokens are longer than the model's context of {self.context_length}")

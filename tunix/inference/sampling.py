@@ -57,11 +57,8 @@ def read_token_ids(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_stop_ids(folder: Path) -> list[int]:
-    """Return the ids that the files of Hugging Face's model name; none if they name none.
-
-    Raises:
-        UserError: a file has something else there than numbers.
-    """
+    """Return the ids that the files of Hugging Face's model name; none if they name none. Raises `UserError` where a
+    file has something else there than numbers."""
     for file in (folder / name for name in SOURCES):
         ids = read_token_ids(read_json(file)).get("eos_token_id") if file.is_file() else None
         if ids is not None:
@@ -401,11 +398,8 @@ class Programs:
         self.resize = jax.jit(resize, static_argnums=2)
 
     def find_paged(self, sampling: Sampling) -> tuple[bool, ...]:
-        """Return which parts of a cache have pages: layers, and what guesses by `model.mtp` need behind them.
-
-        Raises:
-            UserError: pages are asked for, and the model cannot have them.
-        """
+        """Return which parts of a cache have pages: layers, and what guesses by `model.mtp` need behind them. Raises
+        `UserError` where pages are asked for, and the model cannot have them."""
         model, device = self.arch.model, self.mesh.abstract_mesh.abstract_device
         has_pages = select_cache(sampling.cache, model, self.arch.layout.compute, device) == "pages"
         of_mtp = (False, False) if sampling.by_mtp else ()

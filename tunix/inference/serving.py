@@ -131,11 +131,8 @@ class Serving:
         return len(self.held)
 
     def submit(self, requests: list[Request]) -> None:
-        """Put requests into the queue, all of them or none.
-
-        Raises:
-            QueueFull: more answers would wait than may.
-        """
+        """Put requests into the queue, all of them or none. Raises `QueueFull` where more answers would wait than
+        may."""
         with self.changed:
             self._refuse_more(self.num_waiting + sum(each.num_answers for each in requests) - len(self.free))
             self.waiting.extend(requests)
@@ -156,10 +153,7 @@ class Serving:
 
     def score(self, tokens: list[int], images: Images | None) -> "Future[TopScores]":
         """Return the scores of all tokens but the first, and of the likeliest in their places (`score_with_top`).
-
-        Raises:
-            QueueFull: more texts would wait than answers may.
-        """
+        Raises `QueueFull` where more texts would wait than answers may."""
         scoring: Future[TopScores] = Future()
         with self.changed:
             self._refuse_more(len(self.scorings))

@@ -73,11 +73,8 @@ class RewardModel:
     """
 
     def __init__(self, path: str | Path, dtype: str, mesh_shape: Any):
-        """Load it; weights and products are of `dtype`.
-
-        Raises:
-            UserError: it is no model with one number, or has no tokenizer.
-        """
+        """Load it; weights and products are of `dtype`. Raises `UserError` where it is no model with one number, or has
+        no tokenizer."""
         self.model = load_pretrained(path, dtype, mesh_shape, strategy="full_shard")
         check_gives_reward(self.model.cfg)  # also where a command names it
         self.vocab = self.model.vocab or load_vocab(str(self.model.tokenizer_files))
@@ -127,11 +124,7 @@ def score_by_model(model: RewardModel, answers: AnswersToScore) -> Found:
 
 
 def find_read(prompt: Prompt) -> Question:
-    """Return what a reward model reads of a prompt.
-
-    Raises:
-        UserError: there are no turns.
-    """
+    """Return what a reward model reads of a prompt. Raises `UserError` where there are no turns."""
     if prompt.question is None:
         raise UserError(
             "task.rewards: a model reads turns, and data=tokens keeps the tokens of prompts alone; give rows"
@@ -157,10 +150,8 @@ class EngineRewards:
     ):
         """Load the models. `terms` are all of a reward, `timeout_s` is the time of a judge for the answers of a batch.
 
-        `max_lengths` has the most tokens of an answer by each key that sets them.
-
-        Raises:
-            UserError: a model gives no reward, a judge lacks its key, or a buffer is longer than an answer.
+        `max_lengths` has the most tokens of an answer by each key that sets them. Raises `UserError` where a model
+        gives no reward, a judge lacks its key, or a buffer is longer than an answer.
         """
         self.labels, self.errors, self.timeout_s = [term.label for term in terms], errors, timeout_s
         self.terms = [term for term in terms if isinstance(term, EngineTerm)]

@@ -275,11 +275,8 @@ class EnvironmentPool:
         self.error: BaseException | None = None
 
     def __enter__(self) -> Self:
-        """Start the processes.
-
-        Raises:
-            UserError: one ends, or takes too long, before it has imported the environment.
-        """
+        """Start the processes. Raises `UserError` where one ends, or takes too long, before it has imported the
+        environment."""
         try:
             for index in range(self.num_processes):
                 self.holders.append(_Holder(self, index))

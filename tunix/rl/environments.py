@@ -121,22 +121,16 @@ def _own_reader(name: str) -> Callable[[str], list[Call]]:
 
 
 def select_arguments(reset: Callable[..., Any], seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `reset`: the seed and the columns that it names, or all where it has **columns.
-
-    Raises:
-        ValueError: the data have a column `seed`, or lack a column that `reset` names.
-    """
+    """Return the arguments of `reset`: the seed and the columns that it names, or all where it has **columns. Raises
+    `ValueError` where the data have a column `seed`, or lack a column that `reset` names."""
     if "seed" in columns:
         raise ValueError("the data have a column seed, which is an argument of reset; rename the column")
     return select_named("reset", inspect.signature(reset).parameters.values(), {"seed": seed, **columns}, columns)
 
 
 def read_step(result: Any) -> Reply:
-    """Return what `step` has returned: (observation, reward, done), or gymnasium's five values.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return what `step` has returned: (observation, reward, done), or gymnasium's five values. Raises `ValueError`
+    where it is something else."""
     if not isinstance(result, tuple | list) or len(result) not in (3, 5):
         raise ValueError(f"step returned {describe_value(result)}, not (observation, reward, done)")
     observation, reward, *rest = result
@@ -173,11 +167,8 @@ def _read_reward(value: Any) -> float:
 
 
 def find_tools(kind: type) -> dict[str, Callable[..., Any]]:
-    """Return the tools of a class: its public methods that have a docstring.
-
-    Raises:
-        UserError: one of them is static or of the class, or returns no text because it is async or a generator.
-    """
+    """Return the tools of a class: its public methods that have a docstring. Raises `UserError` where one of them is
+    static or of the class, or returns no text because it is async or a generator."""
     tools: dict[str, Callable[..., Any]] = {
         name: method
         for name, method in inspect.getmembers(kind, lambda each: inspect.isfunction(each) or inspect.ismethod(each))
@@ -252,11 +243,8 @@ def _read_arguments(text: str) -> dict[str, str]:
 
 
 def split_options(names: Collection[str], options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the options of each of several environments; {} for one that has none.
-
-    Raises:
-        ValueError: there are options of another environment, or a value that is no mapping.
-    """
+    """Return the options of each of several environments; {} for one that has none. Raises `ValueError` where there are
+    options of another environment, or a value that is no mapping."""
     if unknown := options.keys() - set(names):
         raise ValueError(
             f"task.environment_options has options of {min(unknown)}, which is none of {', '.join(names)}; give "

@@ -59,11 +59,8 @@ class ObservationEncoder:
     """Turns what an environment says into the tokens between a turn and the next one."""
 
     def __init__(self, vocab: Vocab, stop: Sequence[int], options: Options):
-        """`stop` ends a turn, and `options` are the variables of the chat template.
-
-        Raises:
-            UserError: the template shows neither a message of a tool nor one of the user behind an answer.
-        """
+        """`stop` ends a turn, and `options` are the variables of the chat template. Raises `UserError` where the
+        template shows neither a message of a tool nor one of the user behind an answer."""
         self.vocab, self.stop, self.options = vocab, frozenset(stop), options
         self.role = vocab.chat.choose_observation_role(options)
         self.special = compile_special_texts(vocab.backend)
@@ -76,10 +73,8 @@ class ObservationEncoder:
     def encode(self, texts: Sequence[str], calls: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Return the tokens behind a turn that has ended with its stop token, up to where the next one begins.
 
-        `calls` are the names and ids of the calls that each of the texts answers, of an environment with tools.
-
-        Raises:
-            UserError: the chat template refuses the texts.
+        `calls` are the names and ids of the calls that each of the texts answers, of an environment with tools. Raises
+        `UserError` where the chat template refuses the texts.
         """
         texts = list(map(self.mask, texts))
         if calls and self.shows_calls and (tokens := self._encode_results(texts, calls)) is not None:
@@ -275,11 +270,8 @@ def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:
 
 
 def try_user_code(example: Prompt, scorer: Scorer, pool: EnvironmentPool | None) -> None:
-    """Call the environment and the rewards once, with the columns of a prompt.
-
-    Raises:
-        UserError: one of them fails, or what `reset` says has no place in such prompts.
-    """
+    """Call the environment and the rewards once, with the columns of a prompt. Raises `UserError` where one of them
+    fails, or what `reset` says has no place in such prompts."""
     columns = example.columns
     if pool is not None:
         replies = pool.try_out(columns)  # the first ones are of `reset`
@@ -381,11 +373,8 @@ class Player:
     """Plays episodes: rows of an engine, and replies of a pool of environments."""
 
     def __init__(self, pool: EnvironmentPool, task: Grpo, vocab: Vocab, stop: Sequence[int], max_prompt_length: int):
-        """`stop` ends a turn. A prompt has at most `max_prompt_length` tokens, with what `reset` says.
-
-        Raises:
-            UserError: the chat template does not show what an environment says.
-        """
+        """`stop` ends a turn. A prompt has at most `max_prompt_length` tokens, with what `reset` says. Raises
+        `UserError` where the chat template does not show what an environment says."""
         tools = task.describe_tools()
         options = (task.chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
         self.pool, self.task, self.vocab, self.max_prompt_length = pool, task, vocab, max_prompt_length

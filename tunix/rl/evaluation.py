@@ -105,10 +105,8 @@ class HeldOutAnswers:
     def evaluate(self, params: Any) -> dict[str, float]:
         """Return mean scores of the answers by their names in metrics.jsonl, and the share of right ones.
 
-        With several answers to each prompt, pass@k is the chance that one of k answers is right.
-
-        Raises:
-            Stopped: the run is asked to stop while the answers are drawn.
+        With several answers to each prompt, pass@k is the chance that one of k answers is right. Raises `Stopped` where
+        the run is asked to stop while the answers are drawn.
         """
         size = self.cfg.evaluation.num_samples
         # The same noise at every evaluation: two evaluations differ by their parameters alone.

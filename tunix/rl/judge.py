@@ -65,11 +65,8 @@ class Judge:
     """Rates answers by a server. Threads may call it side by side."""
 
     def __init__(self, term: JudgeTerm, timeout_s: float, cache_dir: Path):
-        """`timeout_s` is the time for the answers of one batch.
-
-        Raises:
-            UserError: the variable with the key is not set, or the cache cannot be written.
-        """
+        """`timeout_s` is the time for the answers of one batch. Raises `UserError` where the variable with the key is
+        not set, or the cache cannot be written."""
         self.term, self.timeout_s, self.has_warned = term, timeout_s, False
         self.key = os.environ.get(term.api_key_variable, "") if term.api_key_variable else None
         if self.key == "":
@@ -116,11 +113,8 @@ class Judge:
         return [each if isinstance(each, str) else each / best for each in found], numbers
 
     def try_out(self, prompt: Prompt) -> None:
-        """Rate an answer to a prompt.
-
-        Raises:
-            UserError: that fails, or the prompt of the judge names a column that the row lacks.
-        """
+        """Rate an answer to a prompt. Raises `UserError` where that fails, or the prompt of the judge names a column
+        that the row lacks."""
         names = {*prompt.columns, "prompt", "completion"}
         if unknown := [name for name in FIELD.findall(self.term.prompt) if name not in names]:
             raise UserError(

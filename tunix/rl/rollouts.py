@@ -110,10 +110,8 @@ class RolloutEngine:
     ):
         """Choose how many answers are drawn at one time: the device with the least memory decides for all processes.
 
-        With a pool of environments each answer is an episode.
-
-        Raises:
-            UserError: the chat template does not show what an environment says.
+        With a pool of environments each answer is an episode. Raises `UserError` where the chat template does not show
+        what an environment says.
         """
         assert isinstance(cfg.task, Grpo)
         self.mesh, self.vocab, self.scorer, self.watchdog = mesh, corpus.vocab, scorer, watchdog
@@ -146,10 +144,8 @@ class RolloutEngine:
         """Draw the answers of a request with parameters at rest, and score them.
 
         `between_chunks` of the request is called once more before they are scored. `in_thread` says that another thread
-        than the main one calls.
-
-        Raises:
-            RolloutFailed: a reward or an environment has failed, and its errors end the run.
+        than the main one calls. Raises `RolloutFailed` where a reward or an environment has failed, and its errors end
+        the run.
         """
         try:
             return self._draw_and_score(params, request, in_thread)
@@ -497,10 +493,7 @@ class Rollouts:
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         """Return the batch of the next step; the first step of a rollout draws answers with the parameters of `state`.
-
-        Raises:
-            Stopped: the run is asked to stop, so the answers that were being drawn are of no use.
-        """
+        Raises `Stopped` where the run is asked to stop, so the answers that were being drawn are of no use."""
         cycle_step = (self.step - self.start.step) % self.cycle.steps  # of the step in its cycle
         numbers: Numbers = {}
         if cycle_step == 0:

@@ -71,11 +71,8 @@ class SamplesIndex:
 
 
 def read_index(file: Path, group_size: int | None) -> SamplesIndex:
-    """Read a file once; `group_size` is the number of answers to a prompt, as far as it is known.
-
-    Raises:
-        UserError: the file is not there, cannot be read, or has no whole line.
-    """
+    """Read a file once; `group_size` is the number of answers to a prompt, as far as it is known. Raises `UserError`
+    where the file is not there, cannot be read, or has no whole line."""
     try:
         with file.open("rb") as lines:
             return _Builder(file, group_size).build(lines)

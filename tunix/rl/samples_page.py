@@ -47,11 +47,8 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder.
-
-    Raises:
-        UserError: it is no folder of a run, or has no samples.jsonl with an answer.
-    """
+    """Read a run's folder. Raises `UserError` where it is no folder of a run, or has no samples.jsonl with an
+    answer."""
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{folder} is no folder of a run: it has no config.yaml")
     config = read_saved(folder)
@@ -390,11 +387,8 @@ def make_page(runs: list[Run], choice: Choice) -> tuple[str, list[str]]:
 
 
 def select_steps(run: Run, choice: Choice, common: np.ndarray) -> np.ndarray:
-    """Return the steps of the page, chosen from those with a group of `common` [groups].
-
-    Raises:
-        UserError: the run has not written a step that is asked for.
-    """
+    """Return the steps of the page, chosen from those with a group of `common` [groups]. Raises `UserError` where the
+    run has not written a step that is asked for."""
     steps = run.index.steps
     if choice.steps is None:
         return choose_steps(np.unique(run.index.groups["step"][common]), choice.num_steps)

@@ -107,11 +107,8 @@ class ChildProcess:
             child.close()
 
     def wait_until_ready(self, start_s: float) -> None:
-        """Wait until the process has imported the user's code.
-
-        Raises:
-            LostProcess: it ends, or takes longer than `start_s`.
-        """
+        """Wait until the process has imported the user's code. Raises `LostProcess` where it ends, or takes longer than
+        `start_s`."""
         try:
             if self.connection.poll(start_s):
                 self.connection.recv()
@@ -230,11 +227,7 @@ class ScoringProcess(ChildProcess):
             raise self._explain(lost) from None
 
     def wait_for_rewards(self) -> None:
-        """Wait until the process has imported the rewards.
-
-        Raises:
-            UserError: it ends, or takes too long.
-        """
+        """Wait until the process has imported the rewards. Raises `UserError` where it ends, or takes too long."""
         try:
             self.wait_until_ready(self.start_s)
         except LostProcess as lost:
@@ -357,10 +350,8 @@ class Scorer:
     def try_out(self, prompt: str, columns: Mapping[str, Any]) -> None:
         """Score made-up answers to one prompt in every worker; `columns` are those of the prompt's row.
 
-        Libraries that a reward imports at its first call are there afterwards.
-
-        Raises:
-            UserError: a reward fails; the message names it and its first error.
+        Libraries that a reward imports at its first call are there afterwards. Raises `UserError` where a reward fails;
+        the message names it and its first error.
         """
         # The data's own answer runs the code for right answers; the empty one is what a new model may give.
         answers = [str(columns.get("answer", "42")), ""]
@@ -425,10 +416,8 @@ def count_failed(
 ) -> tuple[list[float], int]:
     """Return the scores of a reward with 0 for each answer that has none, but a text that says why; and how many.
 
-    `name` is that of the reward in an error, and `label` that in records.
-
-    Raises:
-        UserError: there is such an answer, and `errors` is "stop".
+    `name` is that of the reward in an error, and `label` that in records. Raises `UserError` where there is such an
+    answer, and `errors` is "stop".
     """
     failed = [score for score in scores if isinstance(score, str)]
     if failed and errors == "stop":
@@ -531,11 +520,8 @@ def select_arguments(
 def call_reward(
     function: Reward, prompts: Sequence[str], completions: Sequence[str], columns: Columns
 ) -> list[float | str]:
-    """Return for each completion its score, or in place of a score the text that says what is wrong with it.
-
-    Raises:
-        ValueError: the function returns no list with one value for each completion; and whatever it raises.
-    """
+    """Return for each completion its score, or in place of a score the text that says what is wrong with it. Raises
+    `ValueError` where the function returns no list with one value for each completion, and whatever it raises."""
     by_position, by_name = select_arguments(function, prompts, completions, columns)
     returned: Any = function(*by_position, **by_name)
     try:

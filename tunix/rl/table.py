@@ -26,11 +26,8 @@ REWARDS: dict[str, Reward] = {
 
 
 def find_reward(name: str) -> Reward:
-    """Return the reward of a row of the table, or the function of a dotted path.
-
-    Raises:
-        UserError: the module of a dotted path cannot be imported, or lacks the function.
-    """
+    """Return the reward of a row of the table, or the function of a dotted path. Raises `UserError` where the module of
+    a dotted path cannot be imported, or lacks the function."""
     return import_object(name) if is_dotted(name) else REWARDS[name]
 
 
@@ -51,21 +48,16 @@ def format_environment(name: str | Sequence[str] | None) -> str:
 
 def find_environment(name: str | Sequence[str]) -> type:
     """Return the class of a row of the table, or that of a dotted path; of several names one with all of their tools.
-
-    Raises:
-        UserError: the module of a dotted path cannot be imported, or lacks the class; or several do not go together.
-    """
+    Raises `UserError` where the module of a dotted path cannot be imported, or lacks the class; or several do not go
+    together."""
     if isinstance(name, str):
         return import_object(name) if is_dotted(name) else ENVIRONMENTS[name]
     return join_tools({each: find_environment(each) for each in name})
 
 
 def check_options(name: str | Sequence[str], options: Mapping[str, Any]) -> None:
-    """Compare the options of an environment, or of each of several, with the arguments of its class.
-
-    Raises:
-        ValueError: the class does not take an option, or needs one that is not given.
-    """
+    """Compare the options of an environment, or of each of several, with the arguments of its class. Raises
+    `ValueError` where the class does not take an option, or needs one that is not given."""
     if not isinstance(name, str):
         for each, part in split_options(name, options).items():
             check_options(each, part)

@@ -76,11 +76,8 @@ class Metrics:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Note where the block, which writes into the run's folder, fails, and ask all processes to stop.
-
-        Raises:
-            UserError: the folder is gone.
-        """
+        """Note where the block, which writes into the run's folder, fails, and ask all processes to stop. Raises
+        `UserError` where the folder is gone."""
         try:
             yield
         except FileNotFoundError as error:

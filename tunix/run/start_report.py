@@ -286,10 +286,7 @@ def make_start_report(
 
 def make_report_of_launched(cfg: Config, num_devices: int, platform: str) -> str:
     """Return the derived numbers of a run on devices that are elsewhere, as text; they are not asked for anything.
-
-    Raises:
-        UserError: the mesh divides neither model nor batch.
-    """
+    Raises `UserError` where the mesh divides neither model nor batch."""
     sizes = resolve(cfg.model.mesh_shape, num_devices, cfg.dims, cfg.distributed.allow_idle_devices)
     train_spec = find_train_spec(cfg, sizes, platform)
     of_run = derive_sizes(train_spec, None)

@@ -108,11 +108,8 @@ def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None, planned
 
 
 def split_devices(cfg: Config, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[jax.Device]]:
-    """Return the devices of a run that learn, and those of task.rollout_devices: the last ones of each host.
-
-    Raises:
-        UserError: no device of a host would be left to learn.
-    """
+    """Return the devices of a run that learn, and those of task.rollout_devices: the last ones of each host. Raises
+    `UserError` where no device of a host would be left to learn."""
     count = cfg.task.rollout_devices if isinstance(cfg.task, Grpo) else None
     if count is None:
         return list(devices), []
@@ -138,11 +135,8 @@ def check_rollout_devices(cfg: Config, per_host: int) -> int:
 
 
 def build_rollout_mesh(cfg: Config, mesh: Mesh) -> Mesh:
-    """Return the mesh that draws answers: that of training, or one of task.rollout_devices.
-
-    Raises:
-        UserError: the model does not fit that mesh.
-    """
+    """Return the mesh that draws answers: that of training, or one of task.rollout_devices. Raises `UserError` where
+    the model does not fit that mesh."""
     drawing = split_devices(cfg, jax.devices())[1]
     if not drawing:
         return mesh

@@ -42,11 +42,8 @@ class Question(NamedTuple):
 
 
 def read_questions(name: str, path: str) -> list[Question]:
-    """Read the file of a key of evaluation.choices.
-
-    Raises:
-        UserError: the file cannot be read, is empty or too large, or has a line that is no question.
-    """
+    """Read the file of a key of evaluation.choices. Raises `UserError` where the file cannot be read, is empty or too
+    large, or has a line that is no question."""
     key, file = f"evaluation.choices.{name}={path}", expand_home(path)
     try:
         found = file.stat()
@@ -89,11 +86,8 @@ class MultipleChoice:
     """The questions of a file on the devices. The numbers are the same on every mesh."""
 
     def __init__(self, name: str, cfg: Config, vocab: Vocab, arch: Architecture, mesh: Mesh, num_rows: int):
-        """`num_rows` are the sequences of a microbatch. Every process calls this.
-
-        Raises:
-            UserError: a question does not fit a sequence, or processes have different files.
-        """
+        """`num_rows` are the sequences of a microbatch. Every process calls this. Raises `UserError` where a question
+        does not fit a sequence, or processes have different files."""
         path = cfg.evaluation.choices[name]
         questions = read_questions(name, path)
         key = hash_texts(json.dumps(questions))
