@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal
@@ -532,14 +532,8 @@ class ChatTemplate:
         return problem if hidden else ""
 
     def _find_hidden_calls(self, messages: Sequence[Message], options: Options) -> str:
-        def rename(call: Mapping[str, Any]) -> Mapping[str, Any]:
-            return {**call, "function": rename(call["function"])} if "function" in call else {**call, "name": CALLED}
-
         calls = [message for message in messages if message.get("tool_calls")]
-        renamed = [
-            {**each, "tool_calls": list(map(rename, each["tool_calls"]))} if each.get("tool_calls") else each
-            for each in messages
-        ]
+        renamed = [change_calls(each, lambda function: {**function, "name": CALLED}) for each in messages]
         is_written = all(read_tool_name(each["tool_calls"][0]) in join_parts(each["content"]) for each in calls)
         is_shown = is_written or CALLED in self.render(renamed, options=options)
         return "" if is_shown else "drops the calls of tools (tool_calls) of the assistant; give"
@@ -593,13 +587,23 @@ def _read_channels(message: Message) -> Message:
 def _with_json(message: Message) -> Message:
     """Return a message with the arguments of its calls as JSON."""
 
-    def write(call: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "function" in call:
-            return {**call, "function": write(call["function"])}
-        return {**call, "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+    def write(function: dict[str, Any]) -> dict[str, Any]:
+        return {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
 
+    return change_calls(message, write)
+
+
+def change_calls(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    """Return a message with the functions of its calls changed; a call has its function, or is one."""
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": list(map(write, calls))} if calls else message
+    if not calls:
+        return message
+    return {
+        **message,
+        "tool_calls": [
+            {**call, "function": change(call["function"])} if "function" in call else change(call) for call in calls
+        ],
+    }
 
 
 def read_function(function: dict[str, Any]) -> dict[str, Any]:

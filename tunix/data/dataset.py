@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -632,7 +633,7 @@ def load_corpus(cfg: Config) -> Corpus:
     Raises:
         UserError: the data cannot be read, or there are too few, or too many, sequences to shuffle.
     """
-    prepared, vocab = prepare_corpus(cfg)
+    (prepared, vocab), seq_len = prepare_corpus(cfg), cfg.training.seq_len
     train, held_out = ({name: _pack(folder, split, cfg) for name, folder in prepared.items()} for split in SPLITS)
     if isinstance(cfg.task, Paired | Uncut):
         _report_long({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
@@ -642,12 +643,18 @@ def load_corpus(cfg: Config) -> Corpus:
         _report_ends(f"{name}, held out", part, MAX_AT_ENDS_HELD_OUT)
     for name, sequences in train.items():
         _report_ends(name, sequences, MAX_AT_ENDS)
-        if prepared[name].index["kind"] == "conversation":
-            _report_cut(name, sequences.stream.num_tokens / sequences.stream.num_documents, cfg.training.seq_len)
+        stream = sequences.stream
+        if prepared[name].index["kind"] == "conversation" and stream.num_tokens > stream.num_documents * seq_len:
+            # Answers are then learnt without their questions.
+            log.warning(
+                "%s: a conversation has %.0f tokens on average, more than training.seq_len=%d: most are cut, and what "
+                "stands behind a cut is learnt without what stands before it; raise training.seq_len",
+                name, stream.num_tokens / stream.num_documents, seq_len,
+            )  # fmt: skip
         if not len(sequences):
             raise UserError(
-                f"data: {name} has {sequences.stream.num_tokens:,} tokens to train on, too few for one sequence of "
-                f"training.seq_len={cfg.training.seq_len}; give more data, or lower training.seq_len"
+                f"data: {name} has {stream.num_tokens:,} tokens to train on, too few for one sequence of "
+                f"training.seq_len={seq_len}; give more data, or lower training.seq_len"
             )
         if not sequences.has_learnt:
             raise UserError(
@@ -656,8 +663,8 @@ def load_corpus(cfg: Config) -> Corpus:
             )
         if len(sequences) >= 2**32:  # Grain's shuffle counts in 32 bits
             raise UserError(
-                f"data: {name} has {sequences.stream.num_tokens:,} tokens, which make {len(sequences):,} sequences of "
-                f"training.seq_len={cfg.training.seq_len}; up to 4,294,967,295 can be shuffled"
+                f"data: {name} has {stream.num_tokens:,} tokens, which make {len(sequences):,} sequences of "
+                f"training.seq_len={seq_len}; up to 4,294,967,295 can be shuffled"
             )
     indices = [folder.index for folder in prepared.values()]
     bits = sum(index["unigram_bits_per_byte"] * index["bytes"] for index in indices)
@@ -710,16 +717,6 @@ def _report_ends(name: str, sequences: Sequences, max_share: float) -> None:
             "%s: %s of %s tokens are in no sequence: loading.packing=concat leaves out the end of each shard, of which "
             "there are %s; loading.packing=best_fit takes them",
             name, f"{left_out:,}", f"{total:,}", f"{num_shards:,}",
-        )  # fmt: skip
-
-
-def _report_cut(name: str, mean_length: float, seq_len: int) -> None:
-    """Warn where conversations are mostly longer than a sequence: answers are then learnt without their questions."""
-    if mean_length > seq_len:
-        log.warning(
-            "%s: a conversation has %.0f tokens on average, more than training.seq_len=%d: most are cut, and what "
-            "stands behind a cut is learnt without what stands before it; raise training.seq_len",
-            name, mean_length, seq_len,
         )  # fmt: skip
 
 
@@ -779,8 +776,7 @@ def _pick_example(held_out: dict[str, Sequences]) -> list[int]:
         # The first shard with documents is enough.
         for number in [number for number, (_, documents) in enumerate(stream.sizes) if documents][:1]:
             shard = stream.shard(number)
-            ends = [*shard.starts[1:33].tolist(), len(shard.tokens)]
-            for start, end in zip(shard.starts[:32].tolist(), ends, strict=False):
+            for start, end in pairwise([*shard.starts[:33].tolist(), len(shard.tokens)][:33]):
                 if end - start > len(sample):
                     sample = shard.tokens[start : min(end, start + 4096)].tolist()
     return sample

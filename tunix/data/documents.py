@@ -25,6 +25,7 @@ from tunix.data.chat import (
     Options,
     Pieces,
     RefusedConversation,
+    change_calls,
     join_parts,
     read_function,
 )
@@ -104,20 +105,16 @@ class Document(NamedTuple):
 def _list_texts(turn: Message) -> list[str]:
     """Return what a template may show of a turn: its thoughts, its content, and its calls of tools as JSON."""
     thoughts = [turn[key] for key in THOUGHTS if isinstance(turn.get(key), str)][:1]
-    calls = [call.get("function", call) for call in turn.get("tool_calls") or []]
-    return [
-        *thoughts,
-        join_parts(turn["content"]),
-        *(json.dumps(call, ensure_ascii=False, default=str) for call in calls),
-    ]
+    calls = (call.get("function", call) for call in turn.get("tool_calls") or [])
+    return [*thoughts, join_parts(turn["content"]), *(json.dumps(x, ensure_ascii=False, default=str) for x in calls)]
 
 
-def list_turns(content: Conversation | Question | Pair | Labelled | Example | Group) -> list[Message]:
+def list_turns(content: str | Conversation | Question | Pair | Labelled | Example | Group) -> list[Message]:
     """Return all turns of a document; a text has none."""
-    if isinstance(content, Group):
+    if isinstance(content, str | Group):
         return []
     if isinstance(content, Example):
-        return [] if isinstance(content.content, str) else content.content.messages
+        return list_turns(content.content)
     if isinstance(content, Pair):
         return [*content.prompt, *content.chosen, *content.rejected]
     if isinstance(content, Labelled):
@@ -592,19 +589,13 @@ def _read_message(turn: Any, column: str | None) -> Message:
     content = turn.get("content") if "tool_calls" in message else turn["content"]
     if "tool_calls" in message:
         try:
-            message["tool_calls"] = [_read_call(call) for call in message["tool_calls"]]
+            message |= change_calls({"tool_calls": list(message["tool_calls"])}, read_function)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise BadRow(
                 f"has tool_calls in column {column} that are not a list of {{function: {{name, arguments}}}} with "
                 "arguments as an object or as JSON"
             ) from None
     return {"role": turn["role"], "content": "" if content is None and "tool_calls" in message else content, **message}
-
-
-def _read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call in the form of OpenAI, or a function alone, with its arguments as an object."""
-    function = read_function(call.get("function", call))
-    return call | {"function": function} if "function" in call else function
 
 
 # What may stand in the place of a column that a row lacks.
@@ -691,12 +682,9 @@ def _encode_sequences(vocab: Vocab, conversations: list[list[SequenceWithImages]
     # Here "<eos>" comes from the chat template, and is the special token.
     vocab.backend.encode_special_tokens = False
     # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
+    all_sequences = (sequence for sequences in conversations for sequence in sequences)
     encoded = vocab.encode_sequences(
-        [
-            vocab.expand_images([text for text, _ in pieces], images)
-            for sequences in conversations
-            for pieces, images in sequences
-        ]
+        [vocab.expand_images([text for text, _ in pieces], images) for pieces, images in all_sequences]
     )
     for sequences in conversations:
         first, *further = [_join_pieces(vocab, pieces, next(encoded), images) for pieces, images in sequences]
@@ -836,16 +824,11 @@ def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
 
 def _encode_pairs(vocab: Vocab, pairs: list[Pair], images: Sequence[Sequence[bytes]]) -> Iterator[Encoded]:
     """Yield pairs; `images` are those of each prompt, which both of its answers follow."""
-
-    def join(pair: Pair, answer: Sequence[Message], own: Sequence[bytes]) -> Document:
-        learnt = [False] * len(pair.prompt) + [True] * len(answer)
-        return Document("", Conversation([*pair.prompt, *answer], pair.options, learnt), own)
-
-    both = [
-        join(pair, answer, own)
-        for pair, own in zip(pairs, images, strict=True)
-        for answer in (pair.chosen, pair.rejected)
-    ]
+    both = []
+    for pair, own in zip(pairs, images, strict=True):
+        for answer in (pair.chosen, pair.rejected):
+            learnt = [False] * len(pair.prompt) + [True] * len(answer)
+            both.append(Document("", Conversation([*pair.prompt, *answer], pair.options, learnt), own))
     encoded = encode_conversations(vocab, both)
     # One iterator given twice: each pair takes two of its items, the chosen answer and the rejected one.
     for chosen, rejected in zip(encoded, encoded, strict=True):

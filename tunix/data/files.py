@@ -128,21 +128,6 @@ def is_packed(path: str) -> bool:
     return Path(path).suffix in PACKED
 
 
-class _Stream(io.RawIOBase):
-    """A stream that can only be read from its first byte to its last one."""
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        block = self.stream.read(len(buffer))
-        buffer[: len(block)] = block
-        return len(block)
-
-
 @contextmanager
 def open_unpacked(path: str) -> Iterator[IO[bytes]]:
     """Open a file for reading its bytes, unpacked.
@@ -158,9 +143,7 @@ def open_unpacked(path: str) -> Iterator[IO[bytes]]:
     try:
         with ExitStack() as stack:
             if is_address(path):
-                remote: Any = stack.enter_context(filesystem(path, "data.paths").open(path, "rb"))
-                # A stream of unknown length cannot go back.
-                file = io.BufferedReader(_Stream(remote) if getattr(remote, "size", 0) is None else remote)
+                file = io.BufferedReader(stack.enter_context(filesystem(path, "data.paths").open(path, "rb")))
             else:
                 file = stack.enter_context(open(path, "rb"))
             unpack = PACKED.get(Path(path).suffix)

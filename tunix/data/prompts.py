@@ -139,13 +139,8 @@ class PromptCorpus:
 
     @property
     def has_images(self) -> bool:
-        """Whether any of the prompts, also of those that are left out, has an image."""
-        return any(
-            shard[split].get("images")
-            for each in self.prepared.values()
-            for shard in each.index["shards"]
-            for split in SPLITS
-        )
+        """True where any of the prompts, also of those that are left out, has an image."""
+        return any(folder.has_images for folder in self.prepared.values())
 
     @property
     def num_samples(self) -> int:
@@ -195,8 +190,7 @@ def load_prompts(cfg: Config, max_length: int | None = None) -> PromptCorpus:
     max_length = cfg.max_prompt_length if max_length is None else max_length
     prepared, vocab = prepare_corpus(cfg)
     for name, folder in prepared.items():
-        has_images = any(shard[split].get("images") for shard in folder.index["shards"] for split in SPLITS)
-        if has_images and isinstance(cfg.task, Grpo) and cfg.task.environment is not None:
+        if folder.has_images and isinstance(cfg.task, Grpo) and cfg.task.environment is not None:
             raise UserError(
                 f"task.environment={cfg.task.environment} does not take images, and data: {name} has some; leave out "
                 "the environment, or the column with data.columns.images=null"

@@ -140,6 +140,11 @@ class Prepared:
                 return kind
         return "conversation" if self.index["answers"] else "text"
 
+    @property
+    def has_images(self) -> bool:
+        """True where a document has an image."""
+        return any(shard[split].get("images") for shard in self.index["shards"] for split in SPLITS)
+
     def stream(self, split: str) -> Stream:
         """Return the stream of a split, "train" or "held_out"."""
         shards = [shard[split] for shard in self.index["shards"]]
@@ -295,12 +300,8 @@ def locate_tokens(source: Tokens, path: Path) -> dict[str, Any]:
                     f"data: {path} is an array of shape {list(array.shape)} and dtype {array.dtype}; tokens are one "
                     "row of uint16, uint32 or int32"
                 )
-            return {
-                "path": str(path.absolute()),
-                "dtype": str(array.dtype),
-                "offset": array.offset,
-                "count": len(array),
-            }
+            found = {"dtype": str(array.dtype), "offset": array.offset, "count": len(array)}
+            return {"path": str(path.absolute()), **found}
     size = path.stat().st_size - source.skip_bytes
     width = np.dtype(source.dtype).itemsize
     if size < 0 or size % width:

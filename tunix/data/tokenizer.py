@@ -167,7 +167,9 @@ def _add_tokens(backend: Backend, files: dict[str, Path], path: str) -> None:
     decoder = _read_settings(files.get("tokenizer_config.json")).added_tokens_decoder
     older, named = (read_json(files[name]) if name in files else {} for name in (ADDED_TOKENS, SPECIAL_TOKENS))
     try:
-        special = {word if isinstance(word, str) else str(word.get("content")) for word in _list_words(named)}
+        # Texts, or objects with their `content`; some stand in lists.
+        words = [word for value in named.values() for word in (value if isinstance(value, list) else [value])]
+        special = {str(word.get("content")) if isinstance(word, dict) else word for word in words}
         if decoder is None:
             tokens = {int(index): AddedToken(text, special=text in special) for text, index in older.items()}
         else:
@@ -182,12 +184,6 @@ def _add_tokens(backend: Backend, files: dict[str, Path], path: str) -> None:
                 f"tokenizer.path={path}: the added token {token.content[:80]!r} has the id {index}, and gets {found} "
                 "behind those of tokenizer.model; save its tokenizer.json with transformers"
             )
-
-
-def _list_words(named: dict[str, Any]) -> list[Any]:
-    """Return the tokens of special_tokens_map.json: texts, or objects with their `content`; some stand in lists."""
-    words = [word for value in named.values() for word in (value if isinstance(value, list) else [value])]
-    return [word for word in words if isinstance(word, str | dict)]
 
 
 @contextmanager
