@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from tunix.inference.pretrained import load_pretrained
 from tunix.processes import peers
 from tunix.rl.episodes import Drawn
 from tunix.rl.judge import Judge
-from tunix.rl.scoring import Scores, count_failed, read_score
+from tunix.rl.scoring import OnError, Scores, count_failed, read_score
 from tunix.sharding.arrays import bytes_per_device
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class EngineRewards:
         self,
         terms: Sequence[RewardTerm],
         max_lengths: Mapping[str, int],
-        errors: Literal["zero", "stop"],
+        errors: OnError,
         timeout_s: float,
         cfg: Config,
     ):

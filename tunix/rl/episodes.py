@@ -19,6 +19,7 @@ waits for its environments lends them to the others.
 import heapq
 import itertools
 import logging
+import math
 import re
 import threading
 import time
@@ -67,8 +68,13 @@ class ObservationEncoder:
         self.marks = self.stop & special_tokens(vocab.backend)
         example = self._encode_results([WORDS], [("tool", NO_ID)])  # as the template shows the result of a call
         self.shows_calls = example is not None and WORDS in decode(vocab.backend, example, False)
-        if options.get("tools") and not self.shows_calls:
-            self._warn_of_call_without_end()
+        # Where the template shows what a tool says behind a call, and no token between them ends a turn:
+        if options.get("tools") and not self.shows_calls and (text := vocab.chat.read_end_of_call(options)):
+            log.warning(
+                "task.chat_template writes %r between a call and what a tool says, and none of its tokens ends a "
+                "turn: the model would go on and make up what the tool says; name the token in sampling.stop",
+                text[-80:],
+            )
 
     def encode(self, texts: Sequence[str], calls: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Return the tokens behind a turn that has ended with its stop token, up to where the next one begins.
@@ -97,15 +103,6 @@ class ObservationEncoder:
                 end = next((number for number, token in enumerate(tokens) if token in self.marks), None)
                 return None if end is None else tokens[end + 1 :]
         return None
-
-    def _warn_of_call_without_end(self) -> None:
-        """Warn where the template shows what a tool says behind a call, and no token between them ends a turn."""
-        if text := self.vocab.chat.read_end_of_call(self.options):
-            log.warning(
-                "task.chat_template writes %r between a call and what a tool says, and none of its tokens ends a "
-                "turn: the model would go on and make up what the tool says; name the token in sampling.stop",
-                text[-80:],
-            )
 
     def _tokenize(self, text: str) -> list[int]:
         """Return the tokens of what the template writes behind a turn, for which "?" stands."""
@@ -438,15 +435,10 @@ class Player:
             with self.devices.lend(game.request.rank) if timeout_s else nullcontext():
                 return game.session.replies(timeout_s)
 
-        here = [
-            answered._replace(number=answered.number * self.num_processes + self.rank)
-            for answered in peers.together(wait, "replies of environments")
-        ]
-        if self.num_processes == 1:
-            return sorted(here, key=lambda answered: answered.number)
+        here = peers.together(wait, "replies of environments")
         replies = [
-            Answered(number, None if reply is None else Reply(*reply), problem, seconds)
-            for part in peers.gather(here, "replies of environments")
+            Answered(number * self.num_processes + rank, None if reply is None else Reply(*reply), problem, seconds)
+            for rank, part in enumerate(peers.gather(here, "replies of environments"))
             for number, reply, problem, seconds in part
         ]
         return sorted(replies, key=lambda answered: answered.number)
@@ -541,6 +533,7 @@ class _Game:
         return min(room, self.keys.max_turn_tokens or room)
 
     def _take_step(self, episode: Episode, reply: Reply, seconds: float) -> None:
+        task = self.player.task
         episode.rewards[-1] += reply.reward
         if episode.number in self.finishing:
             self._end(episode)
@@ -553,15 +546,10 @@ class _Game:
             episode.turns[-1] |= {"reward": reply.reward, "seconds": round(seconds, 3)}
         if reply.done:
             self._end(episode)
-        elif episode.num_turns >= self.player.task.max_turns or self._is_late(episode):
+        elif episode.num_turns >= task.max_turns or episode.environment_s > (task.episode_timeout_s or math.inf):
             self._finish(episode)
         else:
             self._go_on(episode, observations, reply.calls)
-
-    def _is_late(self, episode: Episode) -> bool:
-        """Return whether the environment of an episode has worked longer than it may."""
-        limit_s = self.player.task.episode_timeout_s
-        return limit_s is not None and episode.environment_s > limit_s
 
     def _go_on(self, episode: Episode, observations: list[str], calls: Sequence[tuple[str, str]]) -> None:
         """Let an episode draw its next turn behind what the environment has said."""

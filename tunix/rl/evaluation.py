@@ -225,12 +225,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> Iter
 
 
 def _make_rows(
-    cmd: Evaluate,
-    prompts: list[Prompt],
-    drawn: Drawn,
-    scorer: Scorer,
-    engine_rewards: EngineRewards,
-    max_new_tokens: int,
+    cmd: Evaluate, prompts: list[Prompt], drawn: Drawn, scorer: Scorer, engine_rewards: EngineRewards, max_length: int
 ) -> tuple[list[Row], Numbers]:
     """Score the answers; return a row for each, those to the first prompt first, and counts: of missing scores, and
     what a judge has cost."""
@@ -243,7 +238,7 @@ def _make_rows(
         batch, part = prompts[start : start + size], slice(start * count, (start + size) * count)
         own = drawn.part(part)
         episodes = None if own.played is None else own.played.episodes
-        scores = engine_rewards.add(score_together(scorer, batch, own, count), batch, own, max_new_tokens)
+        scores = engine_rewards.add(score_together(scorer, batch, own, count), batch, own, max_length)
         for name, number in {"reward_errors": sum(scores.errors.values()), **scores.numbers}.items():
             counts[name] = counts.get(name, 0) + number
         for number, (text, answer) in enumerate(zip(own.texts, own.answers, strict=True)):

@@ -209,6 +209,8 @@ def describe_error(error: BaseException, own_files: Collection[str]) -> str:
 
 
 OWN_FILES = {__file__, rewards_of_tunix.__file__, dotted_path.__file__}
+OnError = Literal["zero", "stop"]  # an answer without a score gets 0 and is counted, or ends the run
+Columns = Mapping[str, Sequence[Any]]  # {name: a value for each completion}
 
 
 class ScoringProcess(ChildProcess):
@@ -275,7 +277,7 @@ class ScoringProcess(ChildProcess):
 
 
 class Term(Protocol):
-    """A reward and its weight, like `tunix.config.rewards.RewardTerm`."""
+    """A reward and its weight, like `tunix.config.rewards.RewardTerm`, which stands above this file."""
 
     @property
     def function(self) -> str:
@@ -308,7 +310,7 @@ class Scorer:
         rewards: Sequence[Term],
         processes: int,
         timeout_s: float,
-        errors: Literal["zero", "stop"],
+        errors: OnError,
         start_s: float = START_S,
         column_names: Sequence[str] = (),
     ):
@@ -368,11 +370,7 @@ class Scorer:
             tried.result()  # the first failure ends the run, whatever the other processes still do
 
     def score(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        group_size: int = 1,
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Columns, group_size: int = 1
     ) -> Scores:
         """Score the answers of one batch; the answers to one prompt are `group_size` rows one after the other.
 
@@ -411,9 +409,7 @@ class Scorer:
         return {**{name: [None] * num_rows for name in self.column_names}, **columns}
 
 
-def count_failed(
-    name: str, label: str, scores: Sequence[float | str], errors: Literal["zero", "stop"]
-) -> tuple[list[float], int]:
+def count_failed(name: str, label: str, scores: Sequence[float | str], errors: OnError) -> tuple[list[float], int]:
     """Return the scores of a reward with 0 for each answer that has none, but a text that says why; and how many.
 
     `name` is that of the reward in an error, and `label` that in records. Raises `UserError` where there is such an
@@ -476,8 +472,6 @@ def score(
 
 
 # Call of a reward: the columns that it takes, and a check of what it returns.
-
-Columns = Mapping[str, Sequence[Any]]  # {name: a value for each completion}
 
 BATCH_NAMES = ("prompts", "completions")
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

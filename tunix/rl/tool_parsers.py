@@ -284,83 +284,52 @@ class CallFormat(NamedTuple):
 TOOL_CALLS = {
     # Qwen 3 Coder, Qwen 3.5
     "xml": CallFormat(
-        read_xml,
-        "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
-        marks=("<function=",),
-        begins="<tool_call>|<function=",
-    ),
+        read_xml, "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
+        marks=("<function=",), begins="<tool_call>|<function="),
     # GLM 4.5
     "glm": CallFormat(
-        read_glm,
-        "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
-        marks=("<arg_key>",),
-        begins="<tool_call>",
-    ),
+        read_glm, "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
+        marks=("<arg_key>",), begins="<tool_call>"),
     # Gemma 4, which puts texts between <|"|>
     "gemma": CallFormat(
-        read_gemma,
-        "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
-        marks=("<|tool_call>call:",),
-        begins=r"<\|tool_call>",
-    ),
+        read_gemma, "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
+        marks=("<|tool_call>call:",), begins=r"<\|tool_call>"),
     # GPT-OSS, with <|channel|>commentary before the message or before the name, and <|call|> behind it
     "harmony": CallFormat(
-        _reader(HARMONY),
-        'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
-        marks=("<|channel|>commentary",),
-        begins=rf"{HARMONY_HEADER}<\|message\|>",
-    ),
+        _reader(HARMONY), 'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
+        marks=("<|channel|>commentary",), begins=rf"{HARMONY_HEADER}<\|message\|>"),
     # DeepSeek V3
     "deepseek": CallFormat(
-        _reader(DEEPSEEK),
-        '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": VALUE}<｜tool▁call▁end｜>',
-        marks=("<｜tool▁call▁begin｜>",),
-        begins="<｜tool▁calls?▁begin｜>",
-    ),
+        _reader(DEEPSEEK), '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": VALUE}<｜tool▁call▁end｜>',
+        marks=("<｜tool▁call▁begin｜>",), begins="<｜tool▁calls?▁begin｜>"),
     # Kimi K2, whose template shows the id alone, with the name in it and the number of the call in the conversation
     "kimi": CallFormat(
         read_kimi,
         '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"ARGUMENT": VALUE}<|tool_call_end|>',
-        marks=("<|tool_call_begin|>",),
-        begins=r"<\|tool_call(?:s_section)?_begin\|>",
-        make_id=lambda call, number: f"functions.{call.name}:{number}",
-    ),
+        marks=("<|tool_call_begin|>",), begins=r"<\|tool_call(?:s_section)?_begin\|>",
+        make_id=lambda call, number: f"functions.{call.name}:{number}"),
     # Apertus, whose calls may stand among its thoughts
     "apertus": CallFormat(
-        read_apertus,
-        '<|tools_prefix|>[{"NAME": {"ARGUMENT": VALUE}}]<|tools_suffix|>',
-        marks=("<|tools_prefix|>",),
-        begins=r"<\|tools_prefix\|>",
-    ),
+        read_apertus, '<|tools_prefix|>[{"NAME": {"ARGUMENT": VALUE}}]<|tools_suffix|>',
+        marks=("<|tools_prefix|>",), begins=r"<\|tools_prefix\|>"),
     # Qwen 2.5 and 3, Hermes, Granite 4; Granite 3 writes <|tool_call|> and a list. A template without any mark gets it.
     "hermes": CallFormat(
-        read_hermes,
-        '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>',
-        marks=("<tool_call>",),
-        begins=r"<tool_call>|<TOOLCALL>|functools\[|<\|tool_call\|>",
-    ),
+        read_hermes, '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>',
+        marks=("<tool_call>",), begins=r"<tool_call>|<TOOLCALL>|functools\[|<\|tool_call\|>"),
     # Mistral, whose newer models write [TOOL_CALLS]NAME[ARGS]{...}; also a block ```json
     "json": CallFormat(
-        read_json,
-        '[TOOL_CALLS][{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
-        marks=("[TOOL_CALLS]",),
-        begins=r'\A\s*(?:\{|\[\{")|\[TOOL_CALLS\]|```(?:json)?\s*[\[{]',
-    ),
+        read_json, '[TOOL_CALLS][{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
+        marks=("[TOOL_CALLS]",), begins=r'\A\s*(?:\{|\[\{")|\[TOOL_CALLS\]|```(?:json)?\s*[\[{]'),
     # Olmo 3; Llama 4 between <|python_start|> and <|python_end|>, LFM2 with tool_call; also a block ```tool_code
     "python": CallFormat(
-        read_python,
-        "[NAME(ARGUMENT=VALUE)]",
+        read_python, "[NAME(ARGUMENT=VALUE)]",
         marks=("<function_calls>", "tool_code", "<|python_start|>", "<|tool_call_start|>", "<|tool_list_start|>"),
-        begins=r"\A\s*\[\s*[A-Za-z_][\w.]*\(|```(?:tool_code|python)|<function_calls>|<\|(?:python|tool_call)_start\|>",
-    ),
+        begins=r"\A\s*\[\s*[A-Za-z_][\w.]*\(|```(?:tool_code|python)|<function_calls>|<\|(?:python|tool_call)_start\|>"),
     # Llama 3, with <|python_tag|> or not
     "llama": CallFormat(
-        read_llama,
-        '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
-        marks=("<|python_tag|>", '"parameters"'),
-        begins=r"\A\s*\{|<\|python_tag\|>",
-    ),
-}
+        read_llama, '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
+        marks=("<|python_tag|>", '"parameters"'), begins=r"\A\s*\{|<\|python_tag\|>"),
+}  # fmt: skip
 
 
 def choose_tool_calls(template: str) -> str:

@@ -86,12 +86,8 @@ class Python:
                 )
                 note = self._wait(process)
                 file.seek(0)
-                text = (
-                    file.read(8 * self.output_characters)
-                    .decode(errors="replace")
-                    .replace(str(script), "program.py")
-                    .replace(folder, "")
-                )
+                text = file.read(8 * self.output_characters).decode(errors="replace")
+                text = text.replace(str(script), "program.py").replace(folder, "")
             _remove(workplace)
         if len(text) > self.output_characters:
             text = text[: self.output_characters] + "\n... the rest is left out"
@@ -240,24 +236,20 @@ class Calculator:
 def _compute(node: ast.expr) -> float:
     """Return the value of a node of an expression. Raises `ValueError` for what is neither a number, an operator nor a
     function of the table."""
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _check_size(node.value)  # type: ignore[arg-type]
-    if isinstance(node, ast.Name) and node.id in CONSTANTS:
-        return CONSTANTS[node.id]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_compute(node.operand))
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = _compute(node.left), _compute(node.right)
-        if isinstance(node.op, ast.Pow) and left and abs(right) * abs(math.log10(abs(left))) > 100:
-            raise ValueError("a power is too large")
-        return _check_size(OPERATORS[type(node.op)](left, right))
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in FUNCTIONS
-        and not node.keywords
-    ):
-        return FUNCTIONS[node.func.id](*map(_compute, node.args))
+    match node:
+        case ast.Constant(value) if type(value) in (int, float):
+            return _check_size(value)  # type: ignore[arg-type]
+        case ast.Name(name) if name in CONSTANTS:
+            return CONSTANTS[name]
+        case ast.UnaryOp(op, operand) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_compute(operand))
+        case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+            first, second = _compute(left), _compute(right)
+            if isinstance(op, ast.Pow) and first and abs(second) * abs(math.log10(abs(first))) > 100:
+                raise ValueError("a power is too large")
+            return _check_size(OPERATORS[type(op)](first, second))
+        case ast.Call(ast.Name(name), arguments, []) if name in FUNCTIONS:
+            return FUNCTIONS[name](*map(_compute, arguments))
     raise ValueError(f"{ast.unparse(node)[:50]} is no number, operator or function that this calculator has")
 
 
