@@ -39,7 +39,7 @@ from tunix.data.tokenizer import TokenBytes
 from tunix.inference.openai_api import AnswerText, ApiError, TokenScores, make_envelope, show_calls, show_usage
 from tunix.inference.openai_requests import Job, RequestReader
 from tunix.inference.pretrained import Pretrained, load_language_model
-from tunix.inference.sampling import Sampling
+from tunix.inference.sampling import select_sampling
 from tunix.inference.serving import Piece, QueueFull, Request, Serving
 from tunix.rl.tool_parsers import find_text_before_calls, make_call_ids
 
@@ -269,14 +269,7 @@ class App:
         place = expand_home(command.checkpoint)
         self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
-        drawing = Sampling(
-            0,
-            stop=model.find_stop_ids(),
-            cache=command.cache,
-            cache_dtype=command.cache_dtype,
-            guess=command.guess,
-            guess_by=command.guess_by,
-        )
+        drawing = select_sampling(command, model.find_stop_ids())
         bounds = self.limits.max_rows, self.max_length, self.limits.max_waiting, command.cache_gib
         self.serving = Serving(model, drawing, *bounds)
         self.reader = RequestReader(

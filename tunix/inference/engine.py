@@ -273,11 +273,6 @@ class Engine:
         """Return the prompts with answers that wait for rows."""
         return [*self.waiting, *(prompt for shard in self.computed for prompt in shard)]
 
-    def _list_free(self, shard: int) -> list[int]:
-        """Return the places without a row on a data shard."""
-        used = {row.index for row in self.rows.values() if row.shard == shard}
-        return [index for index in range(self.num_rows) if index not in used]
-
     def _to_devices(self, values: np.ndarray) -> jax.Array:
         """Return [shards, rows of each, ...] on the mesh, as [rows, ...]."""
         return rows_to_global(values.reshape(-1, *values.shape[2:]), self.mesh)
@@ -370,7 +365,9 @@ class Engine:
         if num_rows := self._select_num_rows():
             self._resize(num_rows, max(max_length, held) + 1)
         while True:
-            free = [self._list_free(shard) for shard in range(self.num_shards)]
+            used = {(row.shard, row.index) for row in self.rows.values()}
+            places = range(self.num_rows)
+            free = [[n for n in places if (shard, n) not in used] for shard in range(self.num_shards)]
             for batch in self._list_batches(free):
                 self._insert(*batch, free)
             if not self._compute_prompts(free):
@@ -433,10 +430,6 @@ class Engine:
                     grids[shard, row, : len(images.grids)] = images.grids
         return Images(*map(self._to_devices, (pixels, index, grids)))
 
-    def _find_shift(self, prompt: _Prompt) -> int:
-        vision, images = self.programs.arch.model.vision, prompt.images
-        return 0 if vision is None or images is None else vision.shift_positions(images.grids)
-
     def _choose_prompts(self, free_rows: list[int]) -> list[list[_Prompt]]:
         """Return the prompts that each data shard computes next, for so many free rows of each; they wait no more."""
         chosen: list[list[_Prompt]] = [[] for _ in range(self.num_shards)]
@@ -482,7 +475,9 @@ class Engine:
                         break
                     where = prompt.numbers.popleft(), shard, free[shard].pop(0)
                     sizes = len(prompt.tokens), prompt.limit, prompt.final_length
-                    row = _Row(*where, *sizes, list(prompt.tokens), self._find_shift(prompt))
+                    images, vision = prompt.images, self.programs.arch.model.vision
+                    shift = 0 if vision is None or images is None else vision.shift_positions(images.grids)
+                    row = _Row(*where, *sizes, list(prompt.tokens), shift)
                     begun[shard].append((row, prompt.source))
                 if self.pools and prompt.pages and not prompt.numbers:
                     self.pools[shard].give_back(prompt.pages)

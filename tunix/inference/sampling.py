@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
-from tunix.config import Generate
+from tunix.config import Generate, Serve
 from tunix.config import Sampling as SamplingKeys
 from tunix.costs.rollout import CHUNK
 from tunix.data.tokenizer import Vocab, find_tokenizer_files, read_backend, read_settings, special_tokens, token_text
@@ -144,7 +144,7 @@ class Sampling:
         return self.guess > 0 and self.guess_by == "mtp"
 
 
-def select_sampling(keys: SamplingKeys | Generate, stop: tuple[int, ...]) -> Sampling:
+def select_sampling(keys: SamplingKeys | Generate | Serve, stop: tuple[int, ...]) -> Sampling:
     """Return the choice that keys of the config make, with the ids that end an answer."""
     choice = keys.max_new_tokens, keys.temperature, keys.top_k, keys.top_p, keys.min_p
     return Sampling(*choice, stop, keys.cache, keys.cache_dtype, keys.guess, keys.guess_by)

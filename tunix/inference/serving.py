@@ -190,12 +190,19 @@ class Serving:
                 self._draw()
             except Exception:  # too little memory, or a bug: those that draw lose their answers, the server goes on
                 log.exception("the engine failed; %d answers are lost", len(self.held))
-                self._give_up_rows()
+                for held in self.held.values():
+                    held.request.emit(Piece(held.index, [], [], "error"))
+                self.held.clear()
+                self.free = deque(range(self.num_rows))
+                self.engine = self._make_engine()
 
     def _draw(self) -> None:
         """Let all rows draw a few tokens, and hand them out."""
         with self.changed:
-            self._release_cancelled()
+            for number, held in list(self.held.items()):
+                # One that waits inside the engine for a row of its data shard is released when it has drawn.
+                if held.index in held.request.cancelled and self.engine.peek(number) is not None:
+                    self._release(number)
             self._admit()
         ended = dict(self.engine.run())
         for number, held in list(self.held.items()):
@@ -242,24 +249,11 @@ class Serving:
             held.num_guessed += guessed
             held.request.emit(Piece(held.index, tokens, log_probs, finish, guessed))
 
-    def _release_cancelled(self) -> None:
-        for number, held in list(self.held.items()):
-            # One that waits inside the engine for a row of its data shard is released when it has drawn.
-            if held.index in held.request.cancelled and self.engine.peek(number) is not None:
-                self._release(number)
-
     def _release(self, number: int) -> None:
         self.engine.release(number)
         held = self.held.pop(number)
         self.free.append(number)
         self.seconds_per_answer += 0.1 * (time.monotonic() - held.begun - self.seconds_per_answer)
-
-    def _give_up_rows(self) -> None:
-        for held in self.held.values():
-            held.request.emit(Piece(held.index, [], [], "error"))
-        self.held.clear()
-        self.free = deque(range(self.num_rows))
-        self.engine = self._make_engine()
 
     def _score(self, tokens: list[int], images: Images | None, scoring: Future) -> None:
         if not scoring.set_running_or_notify_cancel():  # it came too late for its request

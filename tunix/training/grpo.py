@@ -132,7 +132,13 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     # The sampler's rounding makes q unlike p. A weight p / q corrects for it, and its bound keeps the variance small.
     if task.on_policy and max_ratio is not None:
         gain = gain * IMPORTANCE[task.importance](masked(now - sampled), max_ratio, answers)
-    kl = _estimate_kl(masked(batch["reference_log_probs"] - log_probs)) if task.kl_coefficient else None
+    kl = None
+    if task.kl_coefficient:
+        # The divergence from the reference in nats (k3 of http://joschu.net/blog/kl-approx.html), which is never
+        # negative. With r = p_reference / p_policy, and answers drawn from the policy, the mean of r - 1 is 0. So
+        # r - 1 - log r has the mean of -log r, which is the divergence, with less variance; and r - 1 >= log r.
+        log_r = masked(batch["reference_log_probs"] - log_probs)
+        kl = jnp.exp(log_r) - 1 - log_r
     if kl is not None and task.kl == "loss":
         gain = gain - task.kl_coefficient * kl
     # min() takes the clipped branch, which has no gradient, where the ratio has gone further than it may in the
@@ -201,11 +207,3 @@ def weigh_answers(batch: Batch, task: Grpo, max_new_tokens: int) -> tuple[jax.Ar
     if task.divide_by == "constant":
         return jnp.ones_like(mask), num_answers * max_new_tokens
     return jnp.ones_like(mask), jnp.sum(num_tokens, axis=1)
-
-
-def _estimate_kl(difference: jax.Array) -> jax.Array:
-    """Estimate the divergence from the reference in nats: k3 of http://joschu.net/blog/kl-approx.html. `difference` is
-    log-probability of the reference less that of the policy. The estimate is never negative."""
-    # With r = p_reference / p_policy, and answers drawn from the policy, the mean of r - 1 is 0. So r - 1 - log r has
-    # the mean of -log r, which is the divergence, with less variance; and r - 1 >= log r.
-    return jnp.exp(difference) - 1 - difference
