@@ -143,13 +143,9 @@ class Config(Section):
         if sizes:
             check_stages(self.model, sizes)
         if not isinstance(self.launcher, Local):
-            sizes = mesh.resolve(
-                self.model.mesh_shape,
-                self.launcher.num_devices,
-                self.dims,
-                self.distributed.allow_idle_devices,
-                self.launcher.which_devices,
-            )
+            launcher, allow_idle = self.launcher, self.distributed.allow_idle_devices
+            devices = launcher.num_devices, self.dims, allow_idle, launcher.which_devices
+            sizes = mesh.resolve(self.model.mesh_shape, *devices)
         if sizes and self.training.micro_batch_size != "auto":
             batch = self.training.batch_shape(sizes)
             if isinstance(self.task, Grpo):

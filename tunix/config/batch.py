@@ -418,16 +418,9 @@ def keys_in_stage(batch: BatchKeys, number: int, mesh_sizes: Mapping[str, int]) 
     stage_samples = num_sequences // num_cuts // shards
     # The largest number of samples that divides the batch of a shard and is no more than a microbatch of the run.
     rows = max(n for n in list_divisors(stage_samples) if n <= batch.sequences_per_shard)
-    changed = {
-        "seq_len": length,
-        "micro_batch_size": rows * num_cuts,
-        "micro_batch_tokens": None,
-        "global_batch_size": num_sequences,
-        "global_batch_tokens": None,
-        "gradient_accumulation_steps": None,
-        "batch_stages": (),
-    }
-    keys = batch.model_copy(update=changed)
+    changed = {"micro_batch_size": rows * num_cuts, "global_batch_size": num_sequences, "batch_stages": ()}
+    unset = dict.fromkeys(("micro_batch_tokens", "global_batch_tokens", "gradient_accumulation_steps"))
+    keys = batch.model_copy(update={"seq_len": length, **changed, **unset})
     try:
         keys.batch_shape(mesh_sizes)
         keys.splits_stream(mesh_sizes)

@@ -489,14 +489,8 @@ def count_idle_rows(cfg: Config, num_tokens: int | None) -> int:
 
 def list_remarks(job: Job, environment: Mapping[str, str]) -> list[str]:
     """Return what a user may not expect of a run, to be logged at its start."""
-    remarks = (
-        remark_on_repeated(job.overrides),
-        remark_on_tiny(job),
-        remark_on_random(job),
-        remark_on_unread(job),
-        remark_on_environment(job, environment),
-    )
-    return [remark for remark in remarks if remark]
+    remarks = remark_on_repeated(job.overrides), remark_on_tiny(job), remark_on_random(job), remark_on_unread(job)
+    return [remark for remark in (*remarks, remark_on_environment(job, environment)) if remark]
 
 
 def remark_on_repeated(words: Sequence[str]) -> str:
