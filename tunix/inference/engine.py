@@ -43,7 +43,7 @@ from tunix.costs.rollout import (
 from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import Cache, Pages, list_slots
 from tunix.inference.page_pool import PagePool, extend_rows, make_table
-from tunix.inference.sampling import NO_TOKEN, Drawing, Extension, Extent, Placement, Programs, RowChoices, Sampling
+from tunix.inference.sampling import NO_TOKEN, Computed, Drawing, Extension, Extent, Key, Placement, Programs, Sampling
 from tunix.models.vision import Images
 from tunix.sharding.arrays import rows_to_global
 
@@ -185,7 +185,7 @@ class Engine:
         self.stop_ids = np.full(pad_batch(max(1, len(self.stop))), NO_TOKEN, np.int32)
         self.stop_ids[: len(self.stop)] = sorted(self.stop)
         with jax.set_mesh(self.mesh):  # the caller's mesh may have the devices in another order
-            self.key: jax.Array | RowChoices = jax.random.key(seed)  # choices of the rows where they differ in them
+            self.key: Key = jax.random.key(seed)
         self.chunk = CHUNK  # tokens of a row that `run` draws, at most `CHUNK`
         self.max_rows = None if max_rows is None else max(1, max_rows // self.num_shards)  # of a data shard
         self.fixed_rows = -(-(max_rows or 0) // self.num_shards) if fixed_shapes else None  # of a data shard
@@ -463,7 +463,7 @@ class Engine:
             del prompts[count:]
         return chosen
 
-    def _insert(self, computed: tuple[jax.Array, Cache], batch: list[list[_Prompt]], free: list[list[int]]) -> None:
+    def _insert(self, computed: Computed, batch: list[list[_Prompt]], free: list[list[int]]) -> None:
         """Give rows to answers of prompts that were computed together, and draw their first tokens."""
         begun: list[list[tuple[_Row, int]]] = [[] for _ in range(self.num_shards)]  # with the row of the prompt
         written: dict[int, int] = {}  # pages of a row's table, by its number, that stand there already

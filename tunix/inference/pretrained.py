@@ -17,13 +17,7 @@ from tunix.base.digests import reject_damaged, sample_files
 from tunix.base.errors import UserError
 from tunix.base.files import list_numbers
 from tunix.base.progress import announcing
-from tunix.checkpoints.store import (
-    ADDRESS,
-    describe_unreadable,
-    find_parts,
-    find_storage,
-    reject_damaged_checkpoint,
-)
+from tunix.checkpoints.store import ADDRESS, describe_unreadable, find_parts, find_storage, reject_damaged_checkpoint
 from tunix.config import Config, Model, pretrained_config
 from tunix.config.mistakes import validate
 from tunix.config.saved_runs import COPIED, find_run, read_saved

@@ -175,13 +175,11 @@ class Sampled(NamedTuple):
     log_probs: jax.Array  # float32, nats: at the temperature, before filters: of the policy that learns from the token
 
 
+Key = jax.Array | RowChoices  # what noise follows from
+
+
 def sample(
-    logits: jax.Array,
-    key: jax.Array | RowChoices,
-    number: jax.Array,
-    count: jax.Array,
-    sampling: Sampling,
-    layout: Layout,
+    logits: jax.Array, key: Key, number: jax.Array, count: jax.Array, sampling: Sampling, layout: Layout
 ) -> Sampled:
     """Draw a token of each answer, of logits [B, V]: token `count` [B] of the answer `number` [B], both int32.
 
@@ -412,6 +410,9 @@ class Programs:
         return sum(each._cache_size() for each in programs)
 
 
+Computed = tuple[jax.Array, Cache]  # of prompts: logits [P, V] behind them, and their entries
+
+
 def _prefill(
     arch: Architecture,
     weights: Gathered,
@@ -422,7 +423,7 @@ def _prefill(
     *,
     cache_dtype: str | None,
     with_mtp: bool,
-) -> tuple[jax.Array, Cache]:
+) -> Computed:
     """Return the logits [P, V] after prompts [P, C], and their entries; see `kv_cache.prefill`."""
     model = weights.module(arch)
     hidden, entries = prefill(model, weights, tokens, count, final_length, cache_dtype, images, with_mtp)
@@ -430,13 +431,7 @@ def _prefill(
 
 
 def _insert(
-    arch: Architecture,
-    cache: Cache,
-    computed: tuple[jax.Array, Cache],
-    answers: Placement,
-    key: jax.Array,
-    *,
-    sampling: Sampling,
+    arch: Architecture, cache: Cache, computed: Computed, answers: Placement, key: Key, *, sampling: Sampling
 ) -> tuple[Cache, Sampled]:
     """Put entries of prompts into rows [R] of the cache; return it, and the first token of each, [R] on every device.
     `computed` is what `_prefill` returns."""
@@ -448,7 +443,7 @@ def _insert(
 
 
 def _extend(
-    arch: Architecture, weights: Gathered, cache: Cache, more: Extension, key: jax.Array, *, sampling: Sampling
+    arch: Architecture, weights: Gathered, cache: Cache, more: Extension, key: Key, *, sampling: Sampling
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
     model = weights.module(arch)
@@ -460,14 +455,7 @@ def _extend(
 
 
 def _decode(
-    arch: Architecture,
-    weights: Gathered,
-    cache: Cache,
-    rows: Drawing,
-    key: jax.Array,
-    extent: Extent,
-    *,
-    sampling: Sampling,
+    arch: Architecture, weights: Gathered, cache: Cache, rows: Drawing, key: Key, extent: Extent, *, sampling: Sampling
 ) -> tuple[Cache, Sampled]:
     """Draw tokens of the rows at work; return the cache and the tokens, [B, CHUNK] on every device. A row rests when it
     has drawn a stop id, or reached its limit. From there on its tokens are `NO_TOKEN`. The loop ends when fewer rows
@@ -538,7 +526,7 @@ def _decode_guesses(
     cache: Cache,
     rows: Drawing,
     text: jax.Array,
-    key: jax.Array,
+    key: Key,
     extent: Extent,
     *,
     sampling: Sampling,
@@ -594,13 +582,7 @@ def _decode_guesses(
 
 
 def _guess_by_mtp(
-    model: Transformer,
-    weights: Gathered,
-    cache: Cache,
-    rows: Drawing,
-    at_work: jax.Array,
-    key: jax.Array,
-    sampling: Sampling,
+    model: Transformer, weights: Gathered, cache: Cache, rows: Drawing, at_work: jax.Array, key: Key, sampling: Sampling
 ) -> tuple[jax.Array, Cache]:
     """Return `sampling.guess` tokens [B, n] that may follow the newest ones, and the cache, which has them in slots of
     the layer that are not seen: `run_after` writes them anew, beside states of the model."""
@@ -619,7 +601,7 @@ def _guess_by_mtp(
     return jnp.stack(guesses, axis=1), [*layers, kept, last]
 
 
-def _sample_several(logits: jax.Array, key: jax.Array, rows: Drawing, sampling: Sampling, layout: Layout) -> Sampled:
+def _sample_several(logits: jax.Array, key: Key, rows: Drawing, sampling: Sampling, layout: Layout) -> Sampled:
     """Draw the next n tokens [B, n] of rows, of logits [B, n, V] behind the newest token and behind each guess."""
     samples = [
         sample(logits[:, index], key, rows.number, rows.num_sampled + index, sampling, layout)

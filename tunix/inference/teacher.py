@@ -151,7 +151,7 @@ def give_logits(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh) 
                 "data, or give the model that made it, which goes on"
             )
         peers.main_first(lambda: write_info(folder, info), "making the folder of the teacher's logits")
-        _compute_missing(cfg, corpus, train_spec, mesh, folder, list(zip(files, missing, strict=True)))
+        _compute_missing(corpus, train_spec, mesh, folder, list(zip(files, missing, strict=True)))
     log.info("teacher: the run reads %s", folder)
     for each in files:
         peers.main_first(partial(each.verify, cfg.loading), "checking the teacher's logits")
@@ -225,12 +225,7 @@ def digest_teacher(teacher: OfflineTeacher) -> str:
 
 
 def _compute_missing(
-    cfg: Config,
-    corpus: Corpus,
-    train_spec: TrainSpec,
-    mesh: Mesh,
-    folder: Path,
-    missing: list[tuple[LogitFiles, list[int]]],
+    corpus: Corpus, train_spec: TrainSpec, mesh: Mesh, folder: Path, missing: list[tuple[LogitFiles, list[int]]]
 ) -> None:
     """Compute the pieces that are missing of some parts, and write them on the first process of each host."""
     teacher, start_time = train_spec.teacher, time.perf_counter()
@@ -243,7 +238,7 @@ def _compute_missing(
     )  # fmt: skip
     peers.together(lambda: check_disk_space(folder, num_bytes), "looking at the disk")
     params = load_teacher(train_spec, mesh, corpus.tokenizer)
-    compute = jax.jit(partial(_compute_top_k, teacher, chunk_size=cfg.training.loss_chunk_size))
+    compute = jax.jit(partial(_compute_top_k, teacher, chunk_size=train_spec.cfg.training.loss_chunk_size))
     written, reported = 0, start_time
     for files, numbers in missing:
         for number in numbers:
