@@ -131,18 +131,13 @@ def check_patience(now: Moment) -> Ending | None:
 # All processes ask all reasons, in this order, and every process must get the same answer: a process that ended alone
 # would leave the others waiting in the next step. After every step the loop asks `REASONS`. If none of them holds, it
 # evaluates, where that is due; then it asks `PLANNED`, and after an evaluation `EVALUATED` too.
-REASONS: list[Callable[[Moment], Ending | None]] = [
-    check_failure,
-    check_time_limit,
-    check_stop_request,
-    check_skipped_steps,
-    check_spikes,
-]
-PLANNED: list[Callable[[Moment], Ending | None]] = [check_hard_stop]
-EVALUATED: list[Callable[[Moment], Ending | None]] = [check_patience]
+Reason = Callable[[Moment], Ending | None]
+REASONS: list[Reason] = [check_failure, check_time_limit, check_stop_request, check_skipped_steps, check_spikes]
+PLANNED: list[Reason] = [check_hard_stop]
+EVALUATED: list[Reason] = [check_patience]
 
 
-def find_ending(now: Moment, reasons: list[Callable[[Moment], Ending | None]]) -> Ending | None:
+def find_ending(now: Moment, reasons: list[Reason]) -> Ending | None:
     """Return the reason to end the run after this step, None to go on. A failure wins over a stop that saves."""
     # Every reason is asked, also after one that holds: `check_stop_request` counts its calls on every process.
     endings = [ending for reason in reasons if (ending := reason(now)) is not None]

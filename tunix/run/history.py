@@ -61,23 +61,18 @@ def read_history(folder: Path) -> History:
     for name in NEEDED:
         if any(name not in record for record in steps):
             raise UserError(f"{lines}: a line of training has no {name}, so the run cannot be compared")
-    current = _drop_abandoned(records)
+    current: list[Line] = []
+    for record in records:
+        # Lines behind a step from which the run went on later are left out: that model is another one.
+        while current and current[-1]["step"] > record["step"]:
+            current.pop()
+        current.append(record)
     steps_now = [record for record in current if "split" not in record]
     held_out = [record for record in current if record.get("split") == "held_out"]
     goodput = next((record for record in reversed(records) if record.get("split") == SPLIT), None)
     seconds = sum(record["step_time_s"] for record in steps)
     name = folder.resolve().name
     return History(name, folder, keys, _keep_latest(steps_now), _keep_latest(held_out), goodput, seconds)
-
-
-def _drop_abandoned(records: list[Line]) -> list[Line]:
-    """Return the lines without those behind a step from which the run went on later: that model is another one."""
-    kept: list[Line] = []
-    for record in records:
-        while kept and kept[-1]["step"] > record["step"]:
-            kept.pop()
-        kept.append(record)
-    return kept
 
 
 def _keep_latest(lines: list[Line]) -> list[Line]:
