@@ -236,12 +236,12 @@ class _Answer:
         if piece.finish == "error":
             raise ApiError(500, "the engine failed while it drew this answer; its log says why")
         _refuse_nan(piece.log_probs)
-        own = len(piece.tokens) - (piece.finish == "stop")
-        self.tokens += piece.tokens[:own]
-        self.stop_token = piece.tokens[own:]
+        num_tokens = len(piece.tokens) - (piece.finish == "stop")
+        self.tokens += piece.tokens[:num_tokens]
+        self.stop_token = piece.tokens[num_tokens:]
         self.log_probs += piece.log_probs
-        sent = self.text.add(piece.tokens[:own])
-        thought = "" if self.thought is None else self.thought.add(piece.tokens[:own])
+        sent = self.text.add(piece.tokens[:num_tokens])
+        thought = "" if self.thought is None else self.thought.add(piece.tokens[:num_tokens])
         if self.raw is not None:
             self.raw.add(self.text.tokens[len(self.raw.tokens) :])
         self.finish = piece.finish
@@ -266,8 +266,8 @@ class App:
         self.tokenizer, self.limits = model.tokenizer, command.server
         self.read_bytes = TokenBytes(model.tokenizer)
         self.marks_thoughts = bool(PartReader(model.tokenizer).marks)
-        place = expand_home(command.checkpoint)
-        self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
+        path = expand_home(command.checkpoint)
+        self.name = self.limits.model_name or (path.resolve().name if path.exists() else command.checkpoint)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
         drawing = select_sampling(command, model.find_stop_ids())
         bounds = self.limits.max_rows, self.max_length, self.limits.max_waiting, command.cache_gib
@@ -369,8 +369,8 @@ class App:
         return _Json(self._describe_model())
 
     def _describe_model(self) -> dict[str, Any]:
-        own = {"id": self.name, "object": "model", "created": self.started, "owned_by": "tunix"}
-        return own | {"max_model_len": self.max_length}
+        model = {"id": self.name, "object": "model", "created": self.started, "owned_by": "tunix"}
+        return model | {"max_model_len": self.max_length}
 
     async def _show_health(self, request: HttpRequest) -> Response:
         is_well = self.serving.thread.is_alive() and not self.is_draining
@@ -484,19 +484,19 @@ class App:
         if job.read_calls is not None and finish is None:  # whether it is a call shows at its end
             return
         scores = self._score_piece(job, answer) if job.parameters.wants_logprobs else None
-        own = {"index": answer.index, "logprobs": scores}
+        choice = {"index": answer.index, "logprobs": scores}
         if not job.is_chat:
             if text or scores or finish:
-                yield own | {"text": text, "finish_reason": finish}
+                yield choice | {"text": text, "finish_reason": finish}
             return
         if job.read_calls is not None:
             message, finish = _show_message(job, answer)
             delta = {"content": message["content"]}
             if calls := message.get("tool_calls"):
                 delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-            yield own | {"delta": delta, "finish_reason": None}
+            yield choice | {"delta": delta, "finish_reason": None}
         elif text or scores:
-            yield own | {"delta": {"content": text}, "finish_reason": None}
+            yield choice | {"delta": {"content": text}, "finish_reason": None}
         if finish:
             yield {"index": answer.index, "delta": {}, "logprobs": None, "finish_reason": finish}
 

@@ -126,9 +126,9 @@ def _reject_dashes(section: type[Section], argv: list[str]) -> None:
         raise UserError(f"tunix.{name} has no {swept[0]}{f'; a list is {lists[0]}' if lists else ''}")
     if flags := [word.partition("=")[0] for word in argv if word.startswith("-")]:
         key = flags[0].lstrip("-").replace("-", "_")
-        known = [each for each, _ in list_keys(section)]
-        if key not in known:  # --port is server.port
-            key = next((each for each in known if each.endswith(f".{key}")), key)
+        keys = [each for each, _ in list_keys(section)]
+        if key not in keys:  # --port is server.port
+            key = next((each for each in keys if each.endswith(f".{key}")), key)
         form = f"a key is written {key}=VALUE"
         if key == "config_dir" and "overrides" in section.model_fields:
             form = "a folder of your own config files is 'hydra.searchpath=[file:///FOLDER]'"

@@ -519,15 +519,15 @@ class ChatTemplate:
         if text == self.render(messages, is_prompt, {**options, "tools": None}):
             system = [each["content"] for each in messages if each["role"] in ("system", "developer")]
             text = "\n".join(map(join_parts, system))
-        hidden, place = list[str](), 0
+        hidden, position = list[str](), 0
         for name in map(read_tool_name, options["tools"]):
             # Templates show them in their order, so each is looked for behind the one before.
-            found = text.find(name, place)
+            found = text.find(name, position)
             if found < 0 and name not in text:
                 hidden.append(name)
                 if len(hidden) == FEW:
                     break
-            place = max(place, found)
+            position = max(position, found)
         problem = f"does not show the tools of a conversation ({', '.join(hidden)}); name them in task.system, or give"
         return problem if hidden else ""
 

@@ -350,8 +350,8 @@ def _place(turns: list[Message], count: int, mark: str) -> None:
         first = next((turn for turn in turns if turn["role"] == "user"), None)
         if first is None:
             raise BadRow("has images and no turn of the user")
-        places = [{"type": "image"} for _ in range(count)]
-        first["content"] = [*places, {"type": "text", "text": first["content"]}]
+        image_parts = [{"type": "image"} for _ in range(count)]
+        first["content"] = [*image_parts, {"type": "text", "text": first["content"]}]
         return
     for turn in turns:
         if mark in turn["content"]:

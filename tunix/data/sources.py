@@ -182,12 +182,12 @@ class Arithmetic(Rows):
                 yield Item(f"{a}+{b}", row)
 
 
-def _change_digit(number: str, place: int, change: int) -> str:
-    """Return a number of as many digits with another one at a place; `place` and `change` may be of any size. If wrong
-    sums were always too large, they would teach to answer less, and not to add."""
-    index = place % len(number)
-    others = [digit for digit in "0123456789" if digit != number[index] and (digit != "0" or index or len(number) == 1)]
-    return number[:index] + others[change % len(others)] + number[index + 1 :]
+def _change_digit(number: str, position: int, change: int) -> str:
+    """Return a number with another digit at a position; both numbers may be of any size. If wrong sums
+    were always too large, they would teach to answer less, and not to add."""
+    index = position % len(number)
+    digits = [digit for digit in "0123456789" if digit != number[index] and (digit != "0" or index or len(number) == 1)]
+    return number[:index] + digits[change % len(digits)] + number[index + 1 :]
 
 
 class LookUp(Rows):

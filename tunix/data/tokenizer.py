@@ -286,8 +286,8 @@ def select_template(templates: dict[str, str | None], name_or_file: str | None, 
             raise UserError(f"{key}={name_or_file} is no regular file")
         return _read_template(file, key)
     except OSError as error:
-        known = ", ".join(name for name, text in templates.items() if text) or "none"
-        raise UserError(f"{key}={name_or_file} cannot be read: {error.strerror}; the tokenizer has {known}") from None
+        names = ", ".join(name for name, text in templates.items() if text) or "none"
+        raise UserError(f"{key}={name_or_file} cannot be read: {error.strerror}; the tokenizer has {names}") from None
 
 
 def _read_template(file: Path, key: str) -> str:

@@ -366,8 +366,7 @@ class Engine:
             self._resize(num_rows, max(max_length, held) + 1)
         while True:
             used = {(row.shard, row.index) for row in self.rows.values()}
-            places = range(self.num_rows)
-            free = [[n for n in places if (shard, n) not in used] for shard in range(self.num_shards)]
+            free = [[n for n in range(self.num_rows) if (shard, n) not in used] for shard in range(self.num_shards)]
             for batch in self._list_batches(free):
                 self._insert(*batch, free)
             if not self._compute_prompts(free):

@@ -69,8 +69,8 @@ class TokenScorer:
                 whole = reshard(logits, PartitionSpec(*jax.typeof(logits).sharding.spec[:2], None))
                 values, tokens = jax.lax.top_k(whole, min(num_top, whole.shape[-1]))
                 # One array for each of the likeliest: chunks that are merged have no more dimensions.
-                places = range(values.shape[-1])
-                return None, (scores, [tokens[..., n] for n in places], [values[..., n] - total for n in places])
+                indices = range(values.shape[-1])
+                return None, (scores, [tokens[..., n] for n in indices], [values[..., n] - total for n in indices])
 
             split = make_splitter(hidden, "auto")
             scores = jax.lax.scan(one_chunk, None, (split(hidden), split(targets)))[1]

@@ -331,9 +331,9 @@ class AnswerText:
 
     def _grow(self, text: str) -> None:
         self.text = text
-        places = [place for word in self.stop if (place := text.find(word, max(0, self.num_sent))) >= 0]
-        if places:
-            self.text, self.is_stopped = text[: min(places)], True
+        positions = [place for word in self.stop if (place := text.find(word, max(0, self.num_sent))) >= 0]
+        if positions:
+            self.text, self.is_stopped = text[: min(positions)], True
 
     def _count_held_back(self) -> int:
         """Return how many characters at the end may be the beginning of a stop string."""

@@ -262,10 +262,10 @@ class RequestReader:
 
     def select_sampling(self, parameters: Parameters) -> Sampling:
         """Return the choice of tokens that a request asks for; values that leave every token in are no filters."""
-        own = self.command
-        temperature = own.temperature if parameters.temperature is None else parameters.temperature
-        top_k = own.top_k if parameters.top_k is None else parameters.top_k
-        top_p = own.top_p if parameters.top_p is None else parameters.top_p
-        min_p = own.min_p if parameters.min_p is None else parameters.min_p
+        command = self.command
+        temperature = command.temperature if parameters.temperature is None else parameters.temperature
+        top_k = command.top_k if parameters.top_k is None else parameters.top_k
+        top_p = command.top_p if parameters.top_p is None else parameters.top_p
+        min_p = command.min_p if parameters.min_p is None else parameters.min_p
         top_k = None if top_k is None or top_k <= 0 else top_k
         return Sampling(0, temperature, top_k, None if top_p is None or top_p >= 1 else top_p, min_p or None)

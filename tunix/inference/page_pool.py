@@ -90,8 +90,8 @@ class PagePool:
 
     def release(self, number: int) -> None:
         """Take back what a row has."""
-        own = len(self.tables[number]) - self.num_shared[number]
-        self.ended, self.num_ended = self.ended + own, self.num_ended + 1
+        num_pages = len(self.tables[number]) - self.num_shared[number]
+        self.ended, self.num_ended = self.ended + num_pages, self.num_ended + 1
         self._drop(number)
 
     def give_back(self, pages: Sequence[int]) -> None:
@@ -116,8 +116,8 @@ class PagePool:
         if not self.is_bounded or not self.tables:
             return True
         mean = (self.ended + PRIOR * self.max_pages) / (self.num_ended + PRIOR)
-        own = ((len(table) - self.num_shared[number], self.limits[number]) for number, table in self.tables.items())
-        expected = sum(size + min(most, max(mean, 2 * size)) for size, most in [(count, limit), *own])
+        sizes = ((len(table) - self.num_shared[number], self.limits[number]) for number, table in self.tables.items())
+        expected = sum(size + min(most, max(mean, 2 * size)) for size, most in [(count, limit), *sizes])
         return expected <= 2 * FILLED * self.num_pages
 
     def _take(self, count: int) -> list[int]:

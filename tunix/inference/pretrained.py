@@ -574,12 +574,12 @@ def _load_base(train_spec: TrainSpec, mesh: Mesh, source: str) -> dict[str, Any]
         if read_saved(run[0])["model"]["labels"] is None:
             absent.add("score")
         paths = flatten_dict(abstract)
-        own = {path: leaf for path, leaf in paths.items() if not absent & {*path}}
+        present = {path: leaf for path, leaf in paths.items() if not absent & {*path}}
         checkpoint = _find_checkpoint_of(train_spec.cfg, *run)
         reject_other_files(checkpoint, f"model.init_from={source}")
         with describe_unreadable(checkpoint, "model.init_from"):
             index, step = find_storage(checkpoint)
-            params = index.restore(step, {"params": unflatten_dict(own)})["params"]
+            params = index.restore(step, {"params": unflatten_dict(present)})["params"]
             return unflatten_dict(dict.fromkeys(paths) | flatten_dict(params))
     folder = find(source, INFO_FILES + WEIGHTS)
     reject_other_files(folder, f"model.init_from={source}")

@@ -106,8 +106,8 @@ class CacheBound:
 
 def gather_device_bytes() -> int | None:
     """Return the memory of the smallest device of all processes; None where one does not know it, as on CPUs."""
-    known = peers.gather(read_device_bytes(), "memory of a device")
-    return None if None in known else min(known)
+    device_bytes = peers.gather(read_device_bytes(), "memory of a device")
+    return None if None in device_bytes else min(device_bytes)
 
 
 class Sampler:
@@ -242,8 +242,8 @@ class Sampler:
             fitting, why = wanted, ""
         else:
             lengths = max_prompt_length, max(0, max_length - pad_prompt(max_prompt_length))
-            others = derive_rollout_costs(self.arch, self.mesh, rows, rows, 1, *lengths, cache, device_bytes).memory
-            free = USABLE * device_bytes - bytes_per_device(params) - others
+            used = derive_rollout_costs(self.arch, self.mesh, rows, rows, 1, *lengths, cache, device_bytes).memory
+            free = USABLE * device_bytes - bytes_per_device(params) - used
             fitting, why = int(free // of_page), f"{USABLE:.0%} of a device's memory without weights and products"
         if fitting >= wanted:
             return CacheBound(None, f"pages for all tokens of {rows:,} rows of at most {max_length:,}")

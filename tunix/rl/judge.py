@@ -93,11 +93,11 @@ class Judge:
             log.warning("judge: %s rates answers to prompts with images by the texts alone", self.term.label)
         texts = [self._fill(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         digests = [hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32] for text in texts]
-        known = {digest: self.ratings[digest] for digest in digests if digest in self.ratings}
-        missing = {digest: text for digest, text in zip(digests, texts, strict=True) if digest not in known}
+        cached = {digest: self.ratings[digest] for digest in digests if digest in self.ratings}
+        missing = {digest: text for digest, text in zip(digests, texts, strict=True) if digest not in cached}
         judgements = self._ask_all(missing, deadline)
         late = Judgement(f"the judge gave no answer within {self.timeout_s:g} s")
-        ratings = known | {digest: judgements.get(digest, late).rating for digest in missing}
+        ratings = cached | {digest: judgements.get(digest, late).rating for digest in missing}
         read, written = (sum(getattr(each, name) for each in judgements.values()) for name in ("read", "written"))
         numbers: dict[str, float] = {
             "calls": sum(each.calls for each in judgements.values()),

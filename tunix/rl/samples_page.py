@@ -54,9 +54,15 @@ def read_run(folder: Path) -> Run:
     config = read_saved(folder)
     group_size = config["task"].get("group_size")
     index = read_index(folder / "samples.jsonl", group_size if isinstance(group_size, int) else None)
-    kept = folder / "tokenizer"
+    tokenizer_dir = folder / "tokenizer"
     name = str(config.get("run_name") or folder.resolve().name)
-    return Run(name, folder, str(config["task"].get("name")), index, read_backend(kept) if kept.is_dir() else None)
+    return Run(
+        name,
+        folder,
+        str(config["task"].get("name")),
+        index,
+        read_backend(tokenizer_dir) if tokenizer_dir.is_dir() else None,
+    )
 
 
 def check_comparable(run: Run, other: Run) -> None:

@@ -298,10 +298,10 @@ def find_model_files(cfg: Config) -> Path | None:
     except UserError:
         if cfg.resume is None or is_address(cfg.resume):
             raise
-        own = find_resume_point(cfg.resume, cfg.project_name)[0] / FILES
-        if not own.is_dir():
+        copied = find_resume_point(cfg.resume, cfg.project_name)[0] / FILES
+        if not copied.is_dir():
             raise
-        return own
+        return copied
 
 
 def claim_folder(job: compose.Job) -> Path:

@@ -100,16 +100,16 @@ def draw_curves(path: Path, curves: dict[str, Curve]) -> None:
     first, last = min(step for step, _ in points), max(step for step, _ in points)
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
 
-    def place(step: int, loss: float) -> tuple[float, float]:
+    def to_pixels(step: int, loss: float) -> tuple[float, float]:
         x = MARGIN + (step - first) / max(1, last - first) * (WIDTH - 2 * MARGIN)
         return x, HEIGHT - MARGIN - (loss - low) / max(1e-9, high - low) * (HEIGHT - 2 * MARGIN)
 
-    draw.line([place(first, high), place(first, low), place(last, low)], fill="black")
+    draw.line([to_pixels(first, high), to_pixels(first, low), to_pixels(last, low)], fill="black")
     for loss in (low, high):
-        draw.text((4, place(first, loss)[1] - 6), f"{loss:.3f}", fill="black")
+        draw.text((4, to_pixels(first, loss)[1] - 6), f"{loss:.3f}", fill="black")
     for step in (first, last):
-        draw.text((place(step, low)[0] - 10, HEIGHT - MARGIN + 6), str(step), fill="black")
+        draw.text((to_pixels(step, low)[0] - 10, HEIGHT - MARGIN + 6), str(step), fill="black")
     for row, (label, curve) in enumerate(curves.items()):
-        draw.line([place(*point) for point in curve], fill=COLORS[label], width=2)
+        draw.line([to_pixels(*point) for point in curve], fill=COLORS[label], width=2)
         draw.text((WIDTH - 2 * MARGIN, 10 + 14 * row), label, fill=COLORS[label])
     image.save(path)

@@ -195,10 +195,10 @@ class Mlflow(Sink):
         self.waiting: dict[tuple[str, int], dict[str, Any]] = {}  # numbers by group and step, to be sent
         self.refused: set[str] = set()  # names of numbers
         self.sent = time.monotonic()  # when the newest numbers were sent
-        known = read_id(start.folder, "mlflow")
-        if known is not None:
-            self.client.update_run(known, status="RUNNING")
-            self.run_id = known
+        run_id = read_id(start.folder, "mlflow")
+        if run_id is not None:
+            self.client.update_run(run_id, status="RUNNING")
+            self.run_id = run_id
             return
         name = keys["experiment"] or config["project_name"]
         experiment = self.client.get_experiment_by_name(name)

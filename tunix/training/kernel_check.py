@@ -51,8 +51,8 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
         UserError: they differ by more than rounding explains, or a kernel of the user's own fails.
     """
     if not cfg.training.check_attention:
-        own = [name for _, name in layout.kernels if is_dotted(name)]
-        return f"{own[0]} attention is not compared: {OWN_ATTENTION}" if own else None
+        kernels = [name for _, name in layout.kernels if is_dotted(name)]
+        return f"{kernels[0]} attention is not compared: {OWN_ATTENTION}" if kernels else None
     if is_in_blocks(layout.cp_exchange):
         return None
     findings, model = [], cfg.model
@@ -100,11 +100,11 @@ def _judge(setting: str, source: str, differences: dict[str, jax.Array], dtype: 
     max_difference, of_what = max((float(value), label) for label, value in differences.items())
     limit, kind, key = LIMITS[dtype], mesh.devices.flat[0].device_kind, setting.split("=")[0]
     if max_difference > limit:
-        own = f" ({OWN_ATTENTION})" if key == "model.attention" and is_dotted(setting) else ""
+        hint = f" ({OWN_ATTENTION})" if key == "model.attention" and is_dotted(setting) else ""
         raise UserError(
             f"{setting}: its {of_what} differ from the plain kernel's by {max_difference:.2%} on {kind}, more "
             f"than the {limit:.2%} that rounding explains; train with {key}=xla, or skip this comparison "
-            f"with training.check_attention=false{own}"
+            f"with training.check_attention=false{hint}"
         )
     return f"{source} agrees with the plain kernel within {max_difference:.2%} on {kind}"
 

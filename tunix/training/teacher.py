@@ -68,9 +68,9 @@ class Teacher:
             hidden, _ = compute_hidden(module, vocab_weights, batch)
 
         def compute(logits: jax.Array, table: jax.Array, hidden: jax.Array) -> jax.Array:
-            others = module.logits((table, table), hidden)
+            teacher_logits = module.logits((table, table), hidden)
             logits = hide_rows(logits, self.num_rows)
-            return compute_divergence(logits / self.temperature, others / self.temperature, self.beta)
+            return compute_divergence(logits / self.temperature, teacher_logits / self.temperature, self.beta)
 
         return TeacherOutput(compute, vocab_weights[1], hidden)
 
@@ -157,7 +157,7 @@ def hide_rows(logits: jax.Array, num_rows: int) -> jax.Array:
     return jnp.where(ids < num_rows, logits, NO_TOKEN)
 
 
-def compute_divergence(logits: jax.Array, others: jax.Array, beta: float) -> jax.Array:
+def compute_divergence(logits: jax.Array, teacher_logits: jax.Array, beta: float) -> jax.Array:
     """Return the divergence [...] in nats between a model and its teacher, of their logits [..., V].
 
     beta   divergence
@@ -165,7 +165,7 @@ def compute_divergence(logits: jax.Array, others: jax.Array, beta: float) -> jax
     1      KL(model || teacher)
     else   beta KL(teacher || m) + (1 - beta) KL(model || m)    with m = beta teacher + (1 - beta) model
     """
-    return jnp.sum(_compare(jax.nn.log_softmax(logits), jax.nn.log_softmax(others), beta), -1)
+    return jnp.sum(_compare(jax.nn.log_softmax(logits), jax.nn.log_softmax(teacher_logits), beta), -1)
 
 
 def compute_top_k_divergence(logits: jax.Array, teacher: TopK, beta: float) -> jax.Array:
@@ -175,13 +175,13 @@ def compute_top_k_divergence(logits: jax.Array, teacher: TopK, beta: float) -> j
     k = V it is that of all tokens, and else less. So the model learns how likely the others are together.
     """
     log_p, log_q = jax.nn.log_softmax(logits), _spread(teacher, logits)
-    is_known = log_q > NO_TOKEN / 2
-    known = jnp.sum(jnp.where(is_known, _compare(log_p, log_q, beta), 0), -1)
-    log_others = jax.nn.logsumexp(jnp.where(is_known, NO_TOKEN, log_p), -1)
+    is_top_k = log_q > NO_TOKEN / 2
+    top_k_divergence = jnp.sum(jnp.where(is_top_k, _compare(log_p, log_q, beta), 0), -1)
+    log_p_rest = jax.nn.logsumexp(jnp.where(is_top_k, NO_TOKEN, log_p), -1)
     # The rest of a sure teacher is rounded to 0, of which KL(model || teacher) would have no bound.
-    log_rest = jnp.log(jnp.maximum(teacher.rest, LEAST_REST))
-    log_rest = jnp.where(log_others > NO_TOKEN / 2, log_rest, NO_TOKEN)  # with k = V there are no others
-    return known + _compare(log_others, log_rest, beta)
+    log_q_rest = jnp.log(jnp.maximum(teacher.rest, LEAST_REST))
+    log_q_rest = jnp.where(log_p_rest > NO_TOKEN / 2, log_q_rest, NO_TOKEN)  # with k = V there are no others
+    return top_k_divergence + _compare(log_p_rest, log_q_rest, beta)
 
 
 def _spread(teacher: TopK, logits: jax.Array) -> jax.Array:
@@ -191,11 +191,11 @@ def _spread(teacher: TopK, logits: jax.Array) -> jax.Array:
 
     def on_device(ids: jax.Array, log_probs: jax.Array) -> jax.Array:
         size = jax.typeof(logits).sharding.shard_shape(logits.shape)[-1]
-        own = ids - size * jax.lax.axis_index(splits) if splits else ids
-        own = jnp.where(own < 0, size, own)  # a negative place would count from the end
+        local_ids = ids - size * jax.lax.axis_index(splits) if splits else ids
+        local_ids = jnp.where(local_ids < 0, size, local_ids)  # a negative place would count from the end
         rows, positions = jnp.ogrid[: ids.shape[0], : ids.shape[1]]
         nothing = jnp.full((*ids.shape[:2], size), NO_TOKEN, log_probs.dtype)
-        return nothing.at[rows[..., None], positions[..., None], own].max(log_probs, mode="drop")
+        return nothing.at[rows[..., None], positions[..., None], local_ids].max(log_probs, mode="drop")
 
     by_rows = jax.P(*spec[:-1], None)
     return jax.shard_map(on_device, in_specs=(by_rows, by_rows), out_specs=jax.P(*spec))(*teacher[:2])
@@ -268,15 +268,15 @@ def describe_teacher(cfg: Config, planned: Planned, mesh: AnyMesh, platform: str
 SHAPES = "kind", "patch_size", "merge_size", "frames", "tokens_per_image"  # of what a tower reads and gives
 
 
-def check_images(source: str, own: AnyVision | None, teacher: AnyVision | None) -> None:
-    """Raise `UserError` where a teacher does not see the images of a model with the tower `own`, or sees others."""
-    if own is None:
+def check_images(source: str, vision: AnyVision | None, teacher: AnyVision | None) -> None:
+    """Raise `UserError` where a teacher does not see the images of a model with the tower `vision`, or sees others."""
+    if vision is None:
         return
     way_out = "take a teacher with the same tower; where the data have no images, set training.images_per_row=0"
     if teacher is None:
         raise UserError(f"{source} sees no images, and rows of this model have some; {way_out}")
-    names = SHAPES if own.kind == "qwen3_vl" else (*SHAPES, "image_size")  # there images keep their size
-    ours, theirs = own.model_dump(), teacher.model_dump()
+    names = SHAPES if vision.kind == "qwen3_vl" else (*SHAPES, "image_size")  # there images keep their size
+    ours, theirs = vision.model_dump(), teacher.model_dump()
     if differing := [name for name in names if ours.get(name) != theirs.get(name)]:
         name = differing[0]
         raise UserError(
