@@ -130,15 +130,9 @@ def find_growth(backend: "Backend") -> int:
 
     What Unicode's normal forms make of a character is not counted, at most 18.
     """
-    parts = [
-        _list_steps(part and json.loads(part.__getstate__()), key)
-        for part, key in (
-            (backend.normalizer, "normalizers"),
-            (backend.decoder, "decoders"),
-            (backend.post_processor, "processors"),
-        )
-    ]
-    return max(math.prod(map(_bound_step, steps)) for steps in parts)
+    parts = {"normalizers": backend.normalizer, "decoders": backend.decoder, "processors": backend.post_processor}
+    steps = (_list_steps(part and json.loads(part.__getstate__()), key) for key, part in parts.items())
+    return max(math.prod(map(_bound_step, each)) for each in steps)
 
 
 def _bound_step(step: Part) -> int:
