@@ -20,6 +20,7 @@ from tunix.base.errors import UserError, name_choices
 from tunix.config import Export, Generate, command_line
 from tunix.config.command_line import read_settings
 from tunix.config.compose import (
+    check_sweep,
     compose,
     reject_missing_inputs,
     remark_on_environment,
@@ -114,6 +115,13 @@ def test_a_folder_whose_name_is_a_number_is_refused():
         UserError, match="is read as the number 20241130; as text it is \"hydra.run.dir='2024_11_30'\"$"
     ):
         compose(["hydra.run.dir=2024_11_30"])
+
+
+def test_choices_of_a_sweep_that_are_read_as_numbers_are_refused():
+    with pytest.raises(UserError, match="2024_01_02 is read as the number 20240102; as texts they are ") as error:
+        check_sweep(["run_name=a,2024_01_02", "seed=0,1"])
+    (word,) = shlex.split(str(error.value).partition("as texts they are ")[2])
+    assert [job.config.run_name for job in check_sweep([word])] == ["a", "2024_01_02"]
 
 
 @pytest.mark.parametrize("word", ["model.mesh_shape=[[4,2],[fsdp,tp]", "task.rewards=[{function: a]", "prompt={a"])

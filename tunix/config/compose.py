@@ -227,6 +227,7 @@ def check_sweep(overrides: list[str], config_dir: str | Path | None = None, conf
                 f"{override.input_line}: a sweep tries listed values, like {override.key_or_group}=0.1,0.2; "
                 "docs/extending.md shows a search in an interval"
             )
+        reject_number(override)
     points = BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
     jobs = [compose(list(point), config_dir, config_name) for point in points]
     if any(job.config.resume for job in jobs):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -435,14 +435,18 @@ def reject_number(override: Override, root: type[Section] = Config) -> None:
     """Raise `UserError` for a text that Hydra reads as a number, which is written otherwise: run_name=2024_11_30."""
     key, value = override.key_or_group, override.value()
     word = str(override.input_line).partition("=")[2]
-    for text, number in zip(word.strip("[]").split(","), value if isinstance(value, list) else [value], strict=False):
+    swept = isinstance(value, ChoiceSweep) and value.simple_form
+    numbers = value.list if swept else value if isinstance(value, list) else [value]
+    for text, number in zip(word.strip("[]").split(","), numbers, strict=False):
         if isinstance(number, bool) or not isinstance(number, int | float) or str(number) == text.strip():
             continue
         fields = (kind.model_fields[name] for typed, name, kind in _list_leaves(root) if typed == key)
         if re.fullmatch(r"hydra\..*dir", key) or any(_takes_text(field.annotation) for field in fields):
-            raise UserError(
-                f"{key}={word}: {text.strip()} is read as the number {number}; as text it is {quote_word(key, word)}"
-            )
+            solution = f"as text it is {quote_word(key, word)}"
+            if swept:
+                choices = ",".join(f"'{each.strip()}'" for each in word.split(","))
+                solution = f'as texts they are "{key}={choices}"'
+            raise UserError(f"{key}={word}: {text.strip()} is read as the number {number}; {solution}")
 
 
 def _takes_text(annotation: Any) -> bool:
