@@ -76,6 +76,8 @@ def sweep(flags: list[str], argv: list[str], config_dir: str | None, config_name
     jobs = compose.check_sweep(argv, config_dir, config_name)
     for job in jobs:
         check_inputs(job)
+    if repeated := compose.remark_on_repeated(argv):  # the words of a point have each key once
+        print(repeated, flush=True)
     search = [word for word in argv if word.startswith(compose.SEARCH)]
     codes: list[int] = []  # one for each point that has begun
 

@@ -228,6 +228,13 @@ def test_a_dry_sweep_writes_nothing(words, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_key_that_is_given_twice_in_a_sweep_is_named(words, tmp_path, monkeypatch):
+    """Hydra takes the last one, so that only one point is left here."""
+    monkeypatch.setattr("tunix.processes.supervisor.run_member", lambda *_: 0)
+    done = cli_here(*words, "--multirun", "dry_run=true", "seed=1,2", "seed=3", cwd=tmp_path)
+    assert "seed is given 2 times: the last value counts, 3\nsweep job 0: " in done.stdout
+
+
 @pytest.mark.parametrize("error", ["", "ValueError: odd"])
 def test_an_error_in_a_point_of_a_sweep_ends_it_at_once(error, words, tmp_path, monkeypatch):
     """Hydra by itself runs the other points first."""

@@ -435,9 +435,10 @@ def reject_number(override: Override, root: type[Section] = Config) -> None:
     """Raise `UserError` for a text that Hydra reads as a number, which is written otherwise: run_name=2024_11_30."""
     key, value = override.key_or_group, override.value()
     word = str(override.input_line).partition("=")[2]
-    swept = isinstance(value, ChoiceSweep) and value.simple_form
-    numbers = value.list if swept else value if isinstance(value, list) else [value]
-    for text, number in zip(word.strip("[]").split(","), numbers, strict=False):
+    swept = isinstance(value, ChoiceSweep)
+    if isinstance(value, ChoiceSweep):
+        value = value.list if value.simple_form else []
+    for text, number in zip(word.strip("[]").split(","), value if isinstance(value, list) else [value], strict=False):
         if isinstance(number, bool) or not isinstance(number, int | float) or str(number) == text.strip():
             continue
         fields = (kind.model_fields[name] for typed, name, kind in _list_leaves(root) if typed == key)
