@@ -40,15 +40,9 @@ SECTIONS: dict[str, type[Section]] = {
 }  # fmt: skip
 # What stands for a folder or a model of the user's.
 RUNS = (
-    "RUN_DIR",
-    "RUN",
-    "outputs/addition_sft/latest",
-    "outputs/addition_teacher/latest",
-    "outputs/look_up_sft/latest",
-    "outputs/shapes_sft/latest",
-    "outputs/addition_reward/latest",
-    "outputs/addition_kto/latest",
-)
+    "RUN_DIR", "RUN", "outputs/addition_sft/latest", "outputs/addition_teacher/latest", "outputs/look_up_sft/latest",
+    "outputs/shapes_sft/latest", "outputs/addition_reward/latest", "outputs/addition_kto/latest",
+)  # fmt: skip
 MODELS = "HF_DIR", "DIR", "OTHER_DIR", "SMALL", "LARGE", "google/gemma-3-1b-it", "google/gemma-3-270m"
 # Pages show what is answered, or a part of a command.
 REFUSED = ("python run_training.py lr=1e-3", "python -m tunix.evaluate metric=lm_eval")

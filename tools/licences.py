@@ -17,17 +17,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
 # Licences under which a package may be used, changed and passed on with a program of any licence.
 ALLOWED = {
-    "0BSD",
-    "Apache-2.0",
-    "BSD-2-Clause",
-    "BSD-3-Clause",
-    "CC0-1.0",
-    "MIT",
-    "MIT-CMU",
-    "MPL-2.0",
-    "PSF-2.0",
-    "Zlib",
-}
+    "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "MIT", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib",
+}  # fmt: skip
 # Names in older metadata, and their SPDX names.
 SPDX = {
     "Apache 2.0": "Apache-2.0", "Apache License": "Apache-2.0", "Apache Software License": "Apache-2.0",

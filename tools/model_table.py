@@ -18,15 +18,8 @@ from tunix.training.train_spec import check_model_on_mesh
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- families: made by make docs -->", "<!-- end of families -->"
 COLUMNS = (
-    "family",
-    "sizes (`model=...`)",
-    "norms",
-    "positions",
-    "attention",
-    "MLP",
-    "mesh",
-    "refused in config.json",
-)
+    "family", "sizes (`model=...`)", "norms", "positions", "attention", "MLP", "mesh", "refused in config.json",
+)  # fmt: skip
 NORMS = {
     "rms": "RMS",
     "rms_unit_offset": "RMS, 1 + scale",

@@ -14,25 +14,9 @@ from tunix.data.tokenizer import Vocab, train_vocab
 from tunix.data.words import find_word_memory
 
 ODD = [
-    "\x1c",
-    "\x85",
-    "\u2028",
-    "\u00a0",
-    "\x00",
-    "\u017f",
-    "İ",
-    "²",
-    "٣",
-    "e\u0301",
-    "'",
-    "'s",
-    "'S",
-    "_",
-    "\v",
-    "\f",
-    "\r\n",
-    "  ",
-]
+    "\x1c", "\x85", "\u2028", "\u00a0", "\x00", "\u017f", "İ", "²", "٣", "e\u0301", "'", "'s", "'S", "_", "\v", "\f",
+    "\r\n", "  ",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

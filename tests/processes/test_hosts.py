@@ -32,20 +32,8 @@ class Hosts:
     def __enter__(self) -> "Hosts":
         for name in self.names:
             ip("netns", "add", name)
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            self.names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            self.names[1],
-        )
+        first, second = self.names
+        ip(*f"link add eth0 netns {first} type veth peer name eth0 netns {second}".split())
         for number, name in enumerate(self.names):
             ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):

@@ -317,24 +317,12 @@ def test_every_key_is_read(reads):
 def untested() -> tuple[str, ...]:
     """Keys whose reads are not seen: by a Slurm, by a Ray cluster, by a bucket, by a sink (which gets plain values), by a package that is missing."""
     return (
-        "Checkpoint.timeout_s",
-        "Slurm.show_logs",
-        "Ray.address",
-        "Ray.max_restarts",
-        "Ray.start_timeout_s",
-        "Logging.every_steps",
-        "Logging.close_timeout_s",
-        "Logging.wandb",
-        "Logging.mlflow",
-        "Logging.webhook",
-        "Logging.prometheus",
-        "WandbKeys.",
-        "MlflowKeys.",
-        "WebhookKeys.",
-        "PrometheusKeys.",
+        "Checkpoint.timeout_s", "Slurm.show_logs", "Ray.address", "Ray.max_restarts", "Ray.start_timeout_s",
+        "Logging.every_steps", "Logging.close_timeout_s", "Logging.wandb", "Logging.mlflow", "Logging.webhook",
+        "Logging.prometheus", "WandbKeys.", "MlflowKeys.", "WebhookKeys.", "PrometheusKeys.",
         *([] if find_spec("datasets") else ["HuggingFace", "Parquet"]),
         *([] if find_spec("reasoning_gym") else ["ReasoningGym"]),
-    )
+    )  # fmt: skip
 
 
 def words_of_pairs(folder: Path) -> list[str]:

@@ -5,13 +5,10 @@ Prints the dtypes of both factors of each product of matrices in the program, an
 
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tunix.costs.devices import read_topology
 from tunix.models.matmul import MATMUL

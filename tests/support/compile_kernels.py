@@ -8,15 +8,12 @@ import json
 import re
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, Mesh
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tunix.config.compose import compose
 from tunix.costs.compiled_time import Speeds, predict_time

@@ -5,9 +5,6 @@ Prints a line of JSON for each name: the bytes of a device that the compiled ste
 
 import json
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from costs.test_derived_memory import read_case
 

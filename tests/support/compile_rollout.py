@@ -7,10 +7,6 @@ writes in place, and what it holds beside its arguments (`temporary`).
 import json
 import re
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 from support.decoding import compile_decode

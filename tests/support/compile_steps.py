@@ -40,35 +40,22 @@ WORDS = [
     "model.sliding_window=256", "model.mesh_shape=[[1],[fsdp]]", "training.seq_len=512", "training.micro_batch_size=4",
     "training.mixed_precision=bf16", "training.remat=dots",
 ]  # fmt: skip
+ON_8_DEVICES = ["plan.topology=h100:8", "model.mesh_shape=[[8],[fsdp]]"]
+ACCUMULATED = "training.gradient_accumulation_steps=4"
+BY_ZERO_1 = [ACCUMULATED, "training.sharding_strategy=shard_optimizer"]
 WAYS = {
     **{name: [f"training.offload={name}"] for name in ("none", "optimizer", "activations")},
     "unrolled": ["training.unroll_layers=true"],
-    "unrolled on 8 devices": [
-        "plan.topology=h100:8",
-        "model.mesh_shape=[[8],[fsdp]]",
-        "model.num_layers=8",
-        "training.unroll_layers=true",
-    ],
+    "unrolled on 8 devices": [*ON_8_DEVICES, "model.num_layers=8", "training.unroll_layers=true"],
     "near the limit of its memory": ["plan.memory_share=0.002"],
-    "accumulated": ["training.gradient_accumulation_steps=4"],
-    "accumulated, unrolled": [
-        "training.gradient_accumulation_steps=4",
-        "training.sharding_strategy=shard_optimizer",
-        "training.unroll_layers=true",
-    ],
+    "accumulated": [ACCUMULATED],
+    "accumulated, unrolled": [*BY_ZERO_1, "training.unroll_layers=true"],
     "accumulated, unrolled on 8 devices": [  # XLA splits the sum of a small product
-        "plan.topology=h100:8",
-        "model.mesh_shape=[[8],[fsdp]]",
-        "training.gradient_accumulation_steps=4",
-        "training.sharding_strategy=shard_optimizer",
-        "training.unroll_layers=true",
-        "model.embed_dim=2048",
-        "model.mlp_dim=16384",
-        "model.num_heads=32",
-        "model.num_kv_heads=16",
+        *ON_8_DEVICES, *BY_ZERO_1, "training.unroll_layers=true", "model.embed_dim=2048", "model.mlp_dim=16384",
+        "model.num_heads=32", "model.num_kv_heads=16",
     ],
-    "accumulated by ZeRO 1": ["training.gradient_accumulation_steps=4", "training.sharding_strategy=shard_optimizer"],
-}
+    "accumulated by ZeRO 1": BY_ZERO_1,
+}  # fmt: skip
 CUT_OUT = r'= bf16\[1,[\d,]+\]\S* slice\(.*op_name="[^"]*/while/body/[^"]*blocks\)+/slice"'  # a layer's weight
 # A sum of floats for places of which one may come twice: on a GPU, threads add in any order.
 UNORDERED = r"= (?:bf16|f16|f32)\[.* scatter\((?!.*unique_indices=true)"
