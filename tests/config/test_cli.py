@@ -109,7 +109,7 @@ def test_help_and_info(tmp_path):
     listed = re.findall(r"^([\w/]+): ([\w.]+)", shown.partition("== Config ==")[0], re.M)
     assert len(listed) > 20
     for group, option in listed:
-        if group.startswith(("command", "model/family", "saved", "task/keys")):
+        if group.startswith(("command", "model/family", "saved", "task/keys", "data/keys")):
             with pytest.raises(ConfigCompositionException):
                 compose_overrides([f"{group}={option}"])
         else:
