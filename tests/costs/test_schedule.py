@@ -10,7 +10,7 @@ import pytest
 
 from tunix.costs.compiled_time import ATTENTION_KERNELS, KernelData, Speeds, predict_time
 from tunix.costs.devices import read_topology
-from tunix.costs.hlo import Collective, Work, count_alone, count_trips, parse_instructions, read_collectives
+from tunix.costs.hlo import Collective, Work, count_trips, count_unfused, parse_instructions, read_collectives
 from tunix.plan.compile import assume_speeds
 from tunix.sharding.table import axis_names
 from tunix.training.pipeline_schedule import Turns
@@ -133,9 +133,9 @@ def test_memory_into_which_nothing_is_written_takes_no_time():
     """What XLA puts in the place of zeros that every iteration of a loop writes over."""
     buffer = '%zero = f32[9,100]{1,0} custom-call(), custom_call_target="AllocateBuffer"'
     [instruction] = parse_instructions([f"  {buffer}"])
-    assert count_alone(instruction, {}) == Work()
+    assert count_unfused(instruction, {}) == Work()
     [instruction] = parse_instructions([f"  {buffer.replace('AllocateBuffer', 'Sharding')}"])
-    assert count_alone(instruction, {}) == Work(device_bytes=9 * 100 * 4)
+    assert count_unfused(instruction, {}) == Work(device_bytes=9 * 100 * 4)
 
 
 @pytest.mark.parametrize("opcode", ["dot", "scaled-dot"])

@@ -229,13 +229,13 @@ def test_the_memory_of_a_mesh_is_that_of_the_largest_need():
     """Of a step with a teacher beside it, of the batch of another stage, or of what runs alone."""
 
     def make(memory: int, **more: Any) -> Candidate:
-        costs: Any = SimpleNamespace(**{"memory": memory, "alone_bytes": 0, "num_bytes": {}} | more)
+        costs: Any = SimpleNamespace(**{"memory": memory, "standalone_bytes": 0, "num_bytes": {}} | more)
         cluster: Any = None
         return Candidate({}, compose([]).config, cluster, costs, cluster)
 
     compiled: Any = SimpleNamespace(memory=80, step_time=None)
     assert make(100).memory == 100
-    assert make(100, alone_bytes=500).memory == 500
+    assert make(100, standalone_bytes=500).memory == 500
     assert replace(make(100), stages=(make(150), make(90))).memory == 150
     assert replace(make(100), stages=(make(150),), compiled=compiled).memory == 80 + 50
     with_teacher = make(100, num_bytes={"teacher": 7})

@@ -21,9 +21,9 @@ from tunix.costs.hlo import (
     ARRAY,
     FREE,
     Instruction,
-    count_alone,
     count_array_bytes,
     count_fusion,
+    count_unfused,
     parse_instructions,
     read_collectives,
     read_computations,
@@ -69,7 +69,7 @@ def update_bytes(program: dict[str, list[Instruction]]) -> int:
         index = re.search(r'op_name="[^"]*/optimizer/([^"]*)"', instruction.text)
         if index and index[1] != "reduce_sum" and instruction.opcode not in FREE:
             is_fusion = instruction.opcode == "fusion"
-            work = count_fusion(instruction.called, program) if is_fusion else count_alone(instruction, scope)
+            work = count_fusion(instruction.called, program) if is_fusion else count_unfused(instruction, scope)
             moved += round(work.device_bytes + work.host_bytes)
     return moved
 

@@ -317,11 +317,11 @@ def test_the_plan_says_what_is_on_disk(place):
         rank(compose([*beside, *more]).config, cluster).fit for more in (["task.teacher_top_k=64"], [])
     )
     assert offline.teacher_bytes == 0
-    assert offline.costs.alone_bytes == other.teacher_bytes
+    assert offline.costs.standalone_bytes == other.teacher_bytes
     ranking = rank(compose([*beside, "task.teacher_top_k=64"]).config, cluster)
     said = format_text(ranking, cluster, [])
     assert "a run learns its 64 likeliest tokens from disk, 260 bytes for each learnt token" in said
-    large = replace(offline, costs=replace(offline.costs, alone_bytes=10**12))
+    large = replace(offline, costs=replace(offline.costs, standalone_bytes=10**12))
     assert large.memory == 10**12
     ranking = replace(ranking, fit=[], too_large=[large])
     assert "most of it teacher; take more devices, a smaller task.teacher" in describe_no_fit(ranking, cluster)

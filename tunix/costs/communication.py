@@ -137,8 +137,8 @@ def _list_teacher_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
 
     def list_of_training(recompute_runs: bool) -> list[Transfer]:
         pipeline = choices.pipeline._replace(recompute_runs=recompute_runs)
-        own = replace(choices, layout=layout, pipeline=pipeline, sync_every=1, prefetch=False)
-        return list_transfers(replace(train_spec, cfg=cfg, arch=arch, choices=own, teacher=None))
+        of_teacher = replace(choices, layout=layout, pipeline=pipeline, sync_every=1, prefetch=False)
+        return list_transfers(replace(train_spec, cfg=cfg, arch=arch, choices=of_teacher, teacher=None))
 
     for once, twice in zip(list_of_training(False), list_of_training(True), strict=True):
         if twice.count > once.count:

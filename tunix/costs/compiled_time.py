@@ -33,11 +33,11 @@ from tunix.costs.hlo import (
     Instruction,
     Scope,
     Work,
-    count_alone,
     count_fused,
     count_fusion,
     count_grouped,
     count_trips,
+    count_unfused,
     multiplies_fp8,
     parse_instructions,
     read_branches,
@@ -231,4 +231,4 @@ class _Walk:
     def _count(self, instruction: Instruction, scope: Scope) -> Work:
         """Count the work of an instruction; that of a fusion is counted once, though it may run many times."""
         is_fusion = instruction.opcode in ("fusion", *ASYNC_CALLS)
-        return self.count_fusion(instruction.called) if is_fusion else count_alone(instruction, scope)
+        return self.count_fusion(instruction.called) if is_fusion else count_unfused(instruction, scope)

@@ -358,7 +358,7 @@ def _count_written(root: Instruction, scope: Scope) -> Work:
     return _count_moved(root, update.num_bytes if update else root.num_bytes)
 
 
-def count_alone(instruction: Instruction, scope: Scope) -> Work:
+def count_unfused(instruction: Instruction, scope: Scope) -> Work:
     """Count the work of an instruction that is in no fusion."""
     if instruction.opcode in FREE:
         return Work()

@@ -60,7 +60,7 @@ from tunix.training.train_spec import TrainSpec
 # and copies of weights that rest in another order than they travel in, are too.
 
 
-class Moment(NamedTuple):
+class Snapshot(NamedTuple):
     """Bytes of one device at one moment of a step, beside what rests there."""
 
     gradients: float
@@ -70,7 +70,7 @@ class Moment(NamedTuple):
 
 def count_bytes(train_spec: TrainSpec, with_activations: bool = True) -> dict[str, int]:
     """Return the bytes of one device at the moment of a step that has the most of them, by what they are for."""
-    list_them = _list_moments if train_spec.choices.pipeline.num_stages == 1 else _list_moments_on_stages
+    list_them = _list_snapshots if train_spec.choices.pipeline.num_stages == 1 else _list_snapshots_on_stages
     largest = max(list_them(train_spec, with_activations), key=sum)
     return {
         "weights": bytes_per_device(train_spec.abstract["params"]),
@@ -91,13 +91,13 @@ def count_teacher_bytes(train_spec: TrainSpec) -> int:
     return bytes_per_device(teacher.abstract_params(train_spec.mesh)) if isinstance(teacher, Teacher) else 0
 
 
-def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]:
+def _list_snapshots(train_spec: TrainSpec, with_activations: bool) -> list[Snapshot]:
     """Return the moments of a step without stages of which one needs the most memory."""
     layout, mesh, arch = train_spec.layout, train_spec.mesh, train_spec.arch
     sync_every, num_microbatches = train_spec.choices.sync_every, train_spec.batch.num_microbatches
     in_blocks, several = layout.gathers_in_blocks(sync_every), num_microbatches > 1
 
-    def count_own(weight: Weight, dtype: str) -> int:
+    def count_local(weight: Weight, dtype: str) -> int:
         return count_shard_bytes(weight, layout.in_use(weight.equation), dtype, mesh)
 
     count_summed = partial(count_summed_bytes, train_spec=train_spec)
@@ -106,7 +106,7 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
     # microbatch there are the gradients of autodiff, which the update makes float32 as it reads them.
     def count_total(weight: Weight) -> int:
         if not in_blocks:
-            return count_own(weight, "float32")
+            return count_local(weight, "float32")
         dtype = "float32" if several else layout.param
         return count_shard_bytes(weight, layout.stored(weight.equation), dtype, mesh)
 
@@ -123,10 +123,10 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
     everything = sum(_count_bytes_in_use(weight, train_spec) for weight in jax.tree.leaves(arch.weights))
     table_sum = part_of_chunk = 0  # of the gradient of a table that is trained
     if of_logits is not None and any(weight is of_logits for weight in outside):
-        table_sum, part_of_chunk = count_own(of_logits, "float32"), count_own(of_logits, layout.compute)
+        table_sum, part_of_chunk = count_local(of_logits, "float32"), count_local(of_logits, layout.compute)
     found = _count_activations(train_spec) if with_activations else Activations()
     of_teacher = _count_teacher_at_work(train_spec)
-    loss = Moment(
+    loss = Snapshot(
         # Sums of blocks that gather ahead begin as zeros, which XLA makes before the loss.
         gradients=max(before, of_blocks if train_spec.choices.prefetch else 0)
         + table_sum
@@ -140,12 +140,12 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
         # The last microbatch is a piece of program of its own (`make_gradients`), of which XLA gathers the tables and
         # makes room for sums and kept values before the loop over the others is done.
         tables = sum(_count_bytes_in_use(weight, train_spec) for weight in outside)
-        loss = Moment(
+        loss = Snapshot(
             loss.gradients + table_sum + ahead.parts + ahead.summed,
             loss.gathered + tables + ahead.in_use,
             loss.activations + found.kept,
         )
-    backward = Moment(
+    backward = Snapshot(
         gradients=max(before, of_blocks)
         + latest
         + table_sum * in_blocks
@@ -158,17 +158,17 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
     )
     # A table of another order than it travels in is there twice before the loss begins.
     has_copy = in_blocks and of_logits is not None and _is_turned(of_logits, train_spec)
-    gather = Moment(loss.gradients - part_of_chunk, loss.gathered + table * has_copy, found.kept + found.streams)
-    own = sum(count_own(weight, "float32") for weight in outside)
+    gather = Snapshot(loss.gradients - part_of_chunk, loss.gathered + table * has_copy, found.kept + found.streams)
+    local = sum(count_local(weight, "float32") for weight in outside)
     # Beside own parts, the gradient of a lookup in the dtype of products, or a part in the order in which it travels:
     # XLA turns it before the backward pass of blocks or behind it.
     reordered = any(_is_turned(weight, train_spec) for weight in outside)
-    copied = max((count_own(weight, "float32" if reordered else layout.compute) for weight in outside), default=0)
-    are_parts = any(count_own(weight, "float32") > count_summed(weight) for weight in outside)
-    sums = Moment(
+    copied = max((count_local(weight, "float32" if reordered else layout.compute) for weight in outside), default=0)
+    are_parts = any(count_local(weight, "float32") > count_summed(weight) for weight in outside)
+    sums = Snapshot(
         gradients=max(before, of_blocks)
         + latest
-        + own * in_blocks
+        + local * in_blocks
         + copied
         + sum(map(count_summed, outside if in_blocks else trained)) * are_parts
         + ahead.parts
@@ -176,7 +176,7 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
         gathered=turned,
         activations=found.streams,
     )
-    teaching = Moment(before, turned + of_teacher.gathered, found.kept + of_teacher.inside * with_activations)
+    teaching = Snapshot(before, turned + of_teacher.gathered, found.kept + of_teacher.inside * with_activations)
     return [gather, teaching, loss, backward, sums]
 
 
@@ -193,7 +193,7 @@ def _count_teacher_at_work(train_spec: TrainSpec) -> TeacherAtWork:
     if not isinstance(teacher, Teacher) or not teacher.in_loss:
         return TeacherAtWork()
     model, layout = teacher.arch.model, teacher.arch.layout
-    own = replace(
+    teacher_spec = replace(
         train_spec,
         cfg=cfg.model_copy(update={"model": model}),
         arch=teacher.arch,
@@ -202,13 +202,13 @@ def _count_teacher_at_work(train_spec: TrainSpec) -> TeacherAtWork:
 
     def count_gathered(weight: Weight) -> int:  # of one that rests on its devices in parts
         stored, in_use = (find(weight.equation) for find in (layout.stored, layout.in_use))
-        shapes = {find_shard_shape(weight.shape, spec, own.mesh) for spec in (stored, in_use)}
-        return _count_bytes_in_use(weight, own) if len(shapes) > 1 else 0
+        shapes = {find_shard_shape(weight.shape, spec, teacher_spec.mesh) for spec in (stored, in_use)}
+        return _count_bytes_in_use(weight, teacher_spec) if len(shapes) > 1 else 0
 
     table = teacher.arch.weights["embedding" if model.tied_head else "head"]["table"]
     all_bytes = sum(map(count_gathered, jax.tree.leaves(teacher.arch.weights)))
     in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
-    gathered = min(all_bytes, _count_neighbour_bytes(own)) if in_blocks else all_bytes
+    gathered = min(all_bytes, _count_neighbour_bytes(teacher_spec)) if in_blocks else all_bytes
     inside = estimate_inside_bytes(model, layout, train_spec.mesh, train_spec.batch.seq_len)
     rows = train_spec.choices.batch.sequences_per_shard
     return TeacherAtWork(count_gathered(table), gathered, rows * inside)
@@ -218,10 +218,9 @@ def _count_latest_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of the newest gradients of blocks beside the float32 sums, where layers do not add to these."""
     layout, mesh = train_spec.layout, train_spec.mesh
     in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
-    has_sums = train_spec.batch.num_microbatches > 1 or not in_blocks
-    if not has_sums:  # the gradients of autodiff are the sums
+    if in_blocks and train_spec.batch.num_microbatches == 1:  # the gradients of autodiff are the sums
         return 0
-    add_themselves = has_sums and sums_in_layers(layout, train_spec.choices.remat)
+    add_themselves = sums_in_layers(layout, train_spec.choices.remat)
     dtype, find_spec = (layout.param, layout.stored) if in_blocks else (layout.compute, layout.in_use)
     return sum(
         count_shard_bytes(weight, find_spec(weight.equation), dtype, mesh)
@@ -376,10 +375,10 @@ def _count_logit_bytes(train_spec: TrainSpec, num_rows: int, num_tokens: int) ->
     return of_each * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs
 
 
-def _list_moments_on_stages(train_spec: TrainSpec, with_activations: bool) -> list[Moment]:
+def _list_snapshots_on_stages(train_spec: TrainSpec, with_activations: bool) -> list[Snapshot]:
     """Return the one moment that is derived for a step on stages: the largest of each part."""
     activations = _count_activations_on_stages(train_spec) if with_activations else 0
-    return [Moment(_count_gradient_bytes(train_spec), _count_gathered_bytes(train_spec), activations)]
+    return [Snapshot(_count_gradient_bytes(train_spec), _count_gathered_bytes(train_spec), activations)]
 
 
 def _count_gathered_bytes(train_spec: TrainSpec) -> int:
@@ -443,16 +442,16 @@ def _count_gradient_bytes(train_spec: TrainSpec) -> int:
     in_blocks, num_bytes = layout.gathers_in_blocks(train_spec.choices.sync_every), 0
     for weight in jax.tree.leaves(train_spec.arch.trained_weights):
         summed = count_shard_bytes(weight, layout.stored(weight.equation), "float32", mesh)
-        own = count_shard_bytes(weight, layout.in_use(weight.equation), "float32", mesh)
-        in_compute = own * jnp.dtype(layout.compute).itemsize // 4
+        local = count_shard_bytes(weight, layout.in_use(weight.equation), "float32", mesh)
+        in_compute = local * jnp.dtype(layout.compute).itemsize // 4
         if not weight.equation.is_stacked:
-            num_bytes += own * (1 + (weight is of_logits)) + summed * (own > summed)
+            num_bytes += local * (1 + (weight is of_logits)) + summed * (local > summed)
         elif in_blocks:
             num_bytes += (2 + train_spec.choices.prefetch) * summed
             if train_spec.choices.prefetch:  # of the block whose gradients are summed while another is at work
                 num_bytes += in_compute // count_layers(weight, train_spec)
         else:
-            num_bytes += own + in_compute + summed * (own > summed)
+            num_bytes += local + in_compute + summed * (local > summed)
     return num_bytes
 
 

@@ -45,7 +45,7 @@ class Costs:
     tokens_per_step: int  # of the whole mesh
     matmul_share: float = 0.0  # of the FLOPs: products of `training.matmul_dtype`
     fused: FusedWork = NO_FUSED_WORK
-    alone_bytes: int = 0  # of a teacher at rest that runs before the state is made (task.teacher_top_k)
+    standalone_bytes: int = 0  # of a teacher at rest that runs before the state is made (task.teacher_top_k)
     pass_bytes: float = 0.0  # that what is no product reads and writes (costs/passes.py)
     gradient_bytes: int = 0  # of the sums that the update takes, float32; `num_bytes` has those of its moment
 
@@ -91,11 +91,11 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
         num_bytes = count_bytes(train_spec, with_activations)
         transfers = list_transfers(train_spec)
     share = compute_matmul_share(cfg, arch, batch.seq_len)
-    alone = train_spec.teacher.model if isinstance(train_spec.teacher, OfflineTeacher) else None
-    alone_bytes = 0 if alone is None else bytes_per_device(alone.abstract_params(train_spec.mesh))
+    teacher = train_spec.teacher.model if isinstance(train_spec.teacher, OfflineTeacher) else None
+    apart = 0 if teacher is None else bytes_per_device(teacher.abstract_params(train_spec.mesh))
     fused, passes = count_fused_work(train_spec), count_pass_bytes(train_spec)
     summed = sum(count_summed_bytes(weight, train_spec) for weight in jax.tree.leaves(arch.trained_weights))
-    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, alone_bytes, passes, summed)
+    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, apart, passes, summed)
 
 
 def _derive_recompute_fraction(train_spec: TrainSpec) -> float:

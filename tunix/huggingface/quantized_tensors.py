@@ -12,7 +12,7 @@ bitsandbytes, 4 bits   NAME.weight: two codes in a byte, row by row, the high ha
                        for each block of, say, 64 codes of all rows together, in 8 bits with double quantization.
 bitsandbytes, 8 bits   NAME.weight [out, in] int8, and NAME.SCB: the largest number of each row, which 127 stands for
 gptq                   NAME.qweight [in / codes, out]: int32 of the codes of neighbouring inputs, lowest bits first
-awq                    NAME.qweight [in, out / 8]: int32 of eight outputs, in the order of `AWQ_PLACES`
+awq                    NAME.qweight [in, out / 8]: int32 of eight outputs, in the order of `AWQ_ORDER`
 both of these          NAME.scales and NAME.qzeros of each group of inputs; of gptq g_idx, the group of each input:
                        number = scale (code - zero point)
 
@@ -60,7 +60,7 @@ MAX_STATE_BYTES = 4096
 STATE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 FLOATS: dict[str, Any] = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
 ONE_OF_127 = np.float32(1 / 127)
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the codes of outputs 0 to 7 in an int32, from the lowest bits on
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # of the codes of outputs 0 to 7 in an int32, from the lowest bits on
 
 
 class MappedFile:
@@ -314,7 +314,7 @@ class Integers:
 
     def _unpack(self, words: np.ndarray, dim: int) -> np.ndarray:
         """Return the codes uint8 in int32 [n, m], whose dimension `dim` they make longer."""
-        places = AWQ_PLACES if self.quantization.method == "awq" else range(self.per_word)
+        places = AWQ_ORDER if self.quantization.method == "awq" else range(self.per_word)
         before, behind = words.shape[: dim + 1], words.shape[dim + 1 :]
         codes = np.empty((*before, self.per_word, *behind), np.uint8)
         for codes_of_place, place in zip(np.moveaxis(codes, dim + 1, 0), places, strict=True):

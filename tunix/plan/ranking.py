@@ -144,7 +144,7 @@ class Candidate:
 
     @property
     def memory(self) -> int:
-        return max(self._step_memory, self.rollout_memory, self.costs.alone_bytes)
+        return max(self._step_memory, self.rollout_memory, self.costs.standalone_bytes)
 
     @property
     def _step_memory(self) -> int:
@@ -541,7 +541,7 @@ def describe_no_fit(ranking: Ranking, cluster: Cluster, key: str = "plan.topolog
         return f"no mesh of {cluster.num_devices} devices divides this model and batch: {reason}"
     best = ranking.too_large[0]
     sizes = best.num_bytes
-    if best.memory == best.costs.alone_bytes:
+    if best.memory == best.costs.standalone_bytes:
         sizes = {"teacher": best.memory}
     elif best.rollout is not None and best.memory == best.rollout_memory:
         resting = {name: size for name, size in sizes.items() if name not in ("gradients", "temporary")}

@@ -227,7 +227,7 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
             "too. Tokens/s are those of steps and rollouts together, MFU is that of steps alone"
         )
     if candidates and (cfg := candidates[0].cfg).task.offline_top_k is not None:
-        learnt, gib = describe_logits(cfg, cfg.model.vocab_size), candidates[0].costs.alone_bytes / GIB
+        learnt, gib = describe_logits(cfg, cfg.model.vocab_size), candidates[0].costs.standalone_bytes / GIB
         lines.append(f"the teacher takes {gib:.2f} GiB of a device alone, before the state: a run learns {learnt}")
     if any(each.source == "compiled by CPU" for each in candidates):
         lines.append(

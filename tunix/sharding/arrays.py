@@ -210,8 +210,8 @@ def copy_to(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(leaf, sharding, may_alias=False)
     parts = {str(part.index): part.data for part in leaf.addressable_shards}
     places = sharding.addressable_devices_indices_map(leaf.shape).items()
-    own = [jax.device_put(parts[str(index)], device) for device, index in places]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
+    local = [jax.device_put(parts[str(index)], device) for device, index in places]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, local)
 
 
 def lay_out(tree: Any, mesh: Mesh) -> Any:
