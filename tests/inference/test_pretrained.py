@@ -77,6 +77,14 @@ def without_norm(folder):
         save_file(tensors, path)
 
 
+def without_head(folder):
+    """As transformers saves AutoModel."""
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        tensors.pop("lm_head.weight", None)
+        save_file(tensors, path)
+
+
 def with_norm_in_each_file(folder):
     """Of files that differ, the last one was taken, whatever the index says."""
     for path in folder.glob("*.safetensors"):
@@ -107,6 +115,7 @@ BAD = {
     "odd layers": (lambda folder: change_config(folder, layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types="),
     "a tensor twice": (with_norm_in_each_file, "has model.norm.weight twice, again in model-0000"),
     "missing tensor": (without_norm, "lacks model.norm.weight"),
+    "no head": (without_head, "lacks lm_head.weight; AutoModel is saved without this head, which vectors (task=embed) do not need: set tie_word"),
     "extra tensor": (lambda folder: change_tensors(folder, lambda t: t.update(extra=np.ones(1, np.float32))), "has extra, which a llama"),
     "wrong shape": (lambda folder: change_config(folder, intermediate_size=80), "mlp.down_proj.weight is [32, 64], its config.json says [32, 80]"),
     "another head": (lambda folder: change_config(folder, tie_word_embeddings=True), "lm_head.weight is not equal to model.embed_tokens.weight, and tie_word_embeddings=true makes them one; set tie_word_embeddings=false"),

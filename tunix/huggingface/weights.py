@@ -311,6 +311,11 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
         if missing := sorted(requested.keys() - tensors.keys()):
             is_further = cfg.mtp is not None and re.match(_after_layers(family.mtp_tensors or "$", cfg), missing[0])
             way_out = f"; {WITHOUT_MTP}" if is_further else ""
+            if (head := family.name("head.table")) is not None and missing == [head.tensor]:
+                way_out = (
+                    "; AutoModel is saved without this head, which vectors (task=embed) do not need: set "
+                    "tie_word_embeddings=true in its config.json, and take no logits of it"
+                )
             raise UserError(f"{folder} lacks {name_first(missing)}{way_out}")
         extra = sorted(tensors.keys() - requested.keys() - _list_zero_biases(tensors))
         if extra := [name for name in extra if not any(re.match(pattern, name) for pattern in ignored)]:
