@@ -16,7 +16,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+TWO = SIZE | {"num_hidden_layers": 2}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 EVERY_THIRD = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(7)]
 GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -34,7 +39,7 @@ def gemma3(window: int, layers: list[str] = EVERY_THIRD) -> transformers.PreTrai
     sizes = SIZE | {"num_hidden_layers": len(layers)}
     return transformers.Gemma3TextConfig(
         **sizes, vocab_size=96, num_key_value_heads=2, head_dim=16, sliding_window=window, layer_types=layers,
-        query_pre_attn_scalar=24, rope_parameters=GEMMA_ROPE, max_position_embeddings=64,
+        query_pre_attn_scalar=24, rope_parameters=GEMMA_ROPE,
     )  # fmt: skip
 
 
@@ -62,15 +67,12 @@ def qwen3_vl() -> transformers.PreTrainedConfig:
     }  # fmt: skip
     text = SIZE | {
         "vocab_size": 96, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": QWEN_ROPE,
-        "max_position_embeddings": 64, "tie_word_embeddings": True,
+        "tie_word_embeddings": True,
     }  # fmt: skip
     return transformers.Qwen3VLConfig(
         text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=93, vision_start_token_id=BEGIN,
         vision_end_token_id=END, tie_word_embeddings=True,
     )  # fmt: skip
-
-
-PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def smolvlm(kind: type) -> transformers.PreTrainedConfig:
@@ -79,9 +81,8 @@ def smolvlm(kind: type) -> transformers.PreTrainedConfig:
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 26,
         "patch_size": 4,
     }  # fmt: skip
-    text = SIZE | {
-        "model_type": "llama", "num_hidden_layers": 2, "vocab_size": 97, "num_key_value_heads": 2, "head_dim": 16,
-        "rope_parameters": PLAIN_ROPE, "max_position_embeddings": 64,
+    text = TWO | {
+        "model_type": "llama", "vocab_size": 97, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": PLAIN_ROPE,
     }  # fmt: skip
     return kind(text_config=text, vision_config=tower, image_token_id=IMAGE, scale_factor=2)
 
@@ -99,7 +100,6 @@ PROPORTIONAL_ROPE = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     "sliding_attention": PLAIN_ROPE,
 }
-TWO = SIZE | {"num_hidden_layers": 2}
 
 CONFIGS = {
     "gemma3": gemma3(window=5),
@@ -110,150 +110,135 @@ CONFIGS = {
     "gemma3_long_window": gemma3(window=100, layers=["sliding_attention", "full_attention"]),
     "llama": transformers.LlamaConfig(  # odd vocabulary, untied head
         **SIZE, vocab_size=97, num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters=LLAMA_ROPE,
-        max_position_embeddings=64,
     ),
     "llama_linear": transformers.LlamaConfig(  # tied head
-        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=1, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=64,
+        **TWO, vocab_size=96, num_key_value_heads=1, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     ),
     "qwen3": transformers.Qwen3Config(
         **SIZE, vocab_size=96, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN,
-        max_position_embeddings=64,
     ),
     "olmo2": transformers.Olmo2Config(
-        **SIZE, vocab_size=96, num_key_value_heads=2, rms_norm_eps=1e-6, max_position_embeddings=64,
+        **SIZE, vocab_size=96, num_key_value_heads=2, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ),
     "qwen2": transformers.Qwen2Config(  # odd vocabulary, biases of queries, keys and values
-        **SIZE | {"num_hidden_layers": 2}, vocab_size=97, num_key_value_heads=2, tie_word_embeddings=True,
-        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **TWO, vocab_size=97, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=PLAIN_ROPE,
     ),
     "seed_oss": transformers.SeedOssConfig(
-        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, head_dim=16, residual_dropout=0.0,
-        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **TWO, vocab_size=96, num_key_value_heads=2, head_dim=16, residual_dropout=0.0, rope_parameters=PLAIN_ROPE,
     ),
     "mistral": transformers.MistralConfig(  # every layer local
-        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=1, head_dim=16, sliding_window=5,
-        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **TWO, vocab_size=96, num_key_value_heads=1, head_dim=16, sliding_window=5, rope_parameters=PLAIN_ROPE,
     ),
     "phi3": transformers.Phi3Config(  # q, k, v in one tensor, gate and up in another
-        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, max_position_embeddings=64,
-        original_max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **TWO, vocab_size=96, num_key_value_heads=2, original_max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
     ),
     "smollm3": transformers.SmolLM3Config(  # every other layer without positions
-        **SIZE, vocab_size=97, num_key_value_heads=2, no_rope_layer_interval=2, max_position_embeddings=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **SIZE, vocab_size=97, num_key_value_heads=2, no_rope_layer_interval=2, rope_parameters=PLAIN_ROPE,
     ),
     "olmo3": transformers.Olmo3Config(
         **SIZE, vocab_size=96, num_key_value_heads=2, sliding_window=5, layer_types=EVERY_THIRD[:3],
-        max_position_embeddings=64, rope_parameters=OLMO_ROPE,
+        rope_parameters=OLMO_ROPE,
     ),
     "qwen3_moe": transformers.Qwen3MoeConfig(  # the first layer is dense
-        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, head_dim=16, num_experts=4,
-        num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0],
-        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **TWO, vocab_size=96, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0], rope_parameters=PLAIN_ROPE,
     ),
     "olmoe": transformers.OlmoeConfig(  # weights of experts that do not add up to 1
-        **SIZE | {"num_hidden_layers": 2, "intermediate_size": 16}, vocab_size=97, num_key_value_heads=2, num_experts=6,
-        num_experts_per_tok=3, max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **TWO | {"intermediate_size": 16}, vocab_size=97, num_key_value_heads=2, num_experts=6, num_experts_per_tok=3,
+        rope_parameters=PLAIN_ROPE,
     ),
     "mixtral": transformers.MixtralConfig(
-        **SIZE | {"num_hidden_layers": 2, "intermediate_size": 16}, vocab_size=96, num_key_value_heads=2, head_dim=16,
-        num_local_experts=4, max_position_embeddings=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        **TWO | {"intermediate_size": 16}, vocab_size=96, num_key_value_heads=2, head_dim=16, num_local_experts=4,
+        rope_parameters=PLAIN_ROPE,
     ),
     "gemma2": transformers.Gemma2Config(  # scores and logits well beyond their caps
         **TWO, vocab_size=97, num_key_value_heads=2, head_dim=16, sliding_window=5, query_pre_attn_scalar=1,
-        attn_logit_softcapping=2.0, final_logit_softcapping=3.0, max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0, rope_parameters=PLAIN_ROPE,
     ),
     "glm4": transformers.Glm4Config(
-        **TWO, vocab_size=96, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
-        rope_parameters=HALF_ROPE,
+        **TWO, vocab_size=96, num_key_value_heads=2, head_dim=16, rope_parameters=HALF_ROPE,
     ),
     "nemotron": transformers.NemotronConfig(
-        **TWO, vocab_size=97, num_key_value_heads=1, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+        **TWO, vocab_size=97, num_key_value_heads=1, rope_parameters=HALF_ROPE,
     ),
     "granite": transformers.GraniteConfig(
         **TWO, vocab_size=96, num_key_value_heads=2, tie_word_embeddings=True, attention_multiplier=0.25,
-        embedding_multiplier=3.0, residual_multiplier=0.22, logits_scaling=2.0, max_position_embeddings=64,
-        rope_parameters=PLAIN_ROPE,
+        embedding_multiplier=3.0, residual_multiplier=0.22, logits_scaling=2.0, rope_parameters=PLAIN_ROPE,
     ),
     "exaone4": transformers.Exaone4Config(  # the global layer has no positions
         **SIZE, vocab_size=96, num_key_value_heads=2, sliding_window=5, layer_types=EVERY_THIRD[:3],
-        sliding_window_pattern="LLG", max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
+        sliding_window_pattern="LLG", rope_parameters=PLAIN_ROPE,
     ),
     "ministral3": transformers.Ministral3Config(
-        **TWO, vocab_size=97, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
-        rope_parameters=MINISTRAL_ROPE,
+        **TWO, vocab_size=97, num_key_value_heads=2, head_dim=16, rope_parameters=MINISTRAL_ROPE,
     ),
     "phi3_long": transformers.Phi3Config(  # the divisors of sequences that are longer than the original context
-        **TWO, vocab_size=96, num_key_value_heads=2, max_position_embeddings=64, original_max_position_embeddings=2,
-        rope_parameters=LONG_ROPE,
+        **TWO, vocab_size=96, num_key_value_heads=2, original_max_position_embeddings=2, rope_parameters=LONG_ROPE,
     ),
     "phi3_short": transformers.Phi3Config(  # those of sequences that are not
-        **TWO | {"num_hidden_layers": 1}, vocab_size=96, num_key_value_heads=2, max_position_embeddings=128,
+        **TWO | {"num_hidden_layers": 1, "max_position_embeddings": 128}, vocab_size=96, num_key_value_heads=2,
         original_max_position_embeddings=64, rope_parameters=LONG_ROPE,
     ),
     "gpt_oss": transformers.GptOssConfig(  # the experts' gates reach the clamp
         **TWO | {"intermediate_size": 16}, vocab_size=97, num_key_value_heads=2, head_dim=16, num_local_experts=4,
-        num_experts_per_tok=2, sliding_window=5, max_position_embeddings=64, rope_parameters=YARN | {"truncate": False},
+        num_experts_per_tok=2, sliding_window=5, rope_parameters=YARN | {"truncate": False},
     ),
     "deepseek_v3": transformers.DeepseekV3Config(  # latents whose widths nothing divides
         **TWO, vocab_size=97, num_key_value_heads=4, q_lora_rank=11, kv_lora_rank=9, qk_nope_head_dim=10,
-        qk_rope_head_dim=6, v_head_dim=7, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
-        topk_group=1, first_k_dense_replace=1, num_mtp_layers=0, max_position_embeddings=64,
+        qk_rope_head_dim=6, v_head_dim=7, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=2, topk_group=1, first_k_dense_replace=1, num_mtp_layers=0,
         rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     ),
     "deepseek_v3_whole_queries": transformers.DeepseekV3Config(  # of the smaller models of its type
         **TWO, vocab_size=96, num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=9, qk_nope_head_dim=10,
         qk_rope_head_dim=6, v_head_dim=16, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
-        n_group=1, topk_group=1, first_k_dense_replace=1, num_mtp_layers=0, max_position_embeddings=64,
-        rope_parameters=PLAIN_ROPE,
+        n_group=1, topk_group=1, first_k_dense_replace=1, num_mtp_layers=0, rope_parameters=PLAIN_ROPE,
     ),
     "apertus": transformers.ApertusConfig(
-        **TWO, vocab_size=97, num_key_value_heads=2, rope_parameters=LLAMA_ROPE, max_position_embeddings=64,
+        **TWO, vocab_size=97, num_key_value_heads=2, rope_parameters=LLAMA_ROPE,
     ),
     "glm4_moe": transformers.Glm4MoeConfig(
         **TWO, vocab_size=96, num_key_value_heads=2, head_dim=16, moe_intermediate_size=16, n_routed_experts=6,
         num_experts_per_tok=3, n_group=3, topk_group=2, n_shared_experts=2, routed_scaling_factor=1.5, num_mtp_layers=0,
-        attention_bias=True, use_qk_norm=True, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+        attention_bias=True, use_qk_norm=True, rope_parameters=HALF_ROPE,
     ),
     "llama4": transformers.Llama4TextConfig(  # chunks shorter than the sequences; weights of two experts
         **SIZE | {"intermediate_size": 16}, vocab_size=97, num_key_value_heads=2, head_dim=16, intermediate_size_mlp=48,
         num_local_experts=4, num_experts_per_tok=2, no_rope_layer_interval=3, attention_chunk_size=5, floor_scale=4,
-        max_position_embeddings=64, rope_parameters=LLAMA_ROPE,
+        rope_parameters=LLAMA_ROPE,
     ),
     "llama4_turns": transformers.Llama4TextConfig(  # every other layer has experts
         **SIZE | {"intermediate_size": 16, "num_hidden_layers": 4}, vocab_size=96, num_key_value_heads=1, head_dim=16,
         intermediate_size_mlp=48, num_local_experts=4, interleave_moe_layer_step=2, use_qk_norm=False,
-        attention_chunk_size=5, floor_scale=3, max_position_embeddings=64, rope_parameters=PLAIN_ROPE,
+        attention_chunk_size=5, floor_scale=3, rope_parameters=PLAIN_ROPE,
     ),
     "qwen3_5": transformers.Qwen3_5TextConfig(  # linear attention in every other layer; widths that nothing divides
         **SIZE | {"num_hidden_layers": 4}, vocab_size=97, num_key_value_heads=2, head_dim=16,
         layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=5, linear_value_head_dim=7, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+        linear_key_head_dim=5, linear_value_head_dim=7, rope_parameters=HALF_ROPE,
     ),
     "qwen3_5_rest": transformers.Qwen3_5TextConfig(  # layers behind the last one with attention; a filter of 3 tokens
         **SIZE | {"num_hidden_layers": 4}, vocab_size=96, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
         layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-        linear_conv_kernel_dim=3, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+        linear_conv_kernel_dim=3, rope_parameters=HALF_ROPE,
     ),
     "gemma4": transformers.Gemma4TextConfig(  # wider global heads, fewer of them, whose values are their keys
         **SIZE | {"num_hidden_layers": 6}, vocab_size=97, num_key_value_heads=2, head_dim=6, global_head_dim=10,
         num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=5, layer_types=EVERY_THIRD[:6],
-        final_logit_softcapping=3.0, hidden_size_per_layer_input=0, max_position_embeddings=64,
-        rope_parameters=PROPORTIONAL_ROPE,
+        final_logit_softcapping=3.0, hidden_size_per_layer_input=0, rope_parameters=PROPORTIONAL_ROPE,
     ),
     "gemma4_unified": transformers.Gemma4UnifiedTextConfig(  # as many global heads as local ones, with values
-        **SIZE | {"num_hidden_layers": 2}, vocab_size=96, num_key_value_heads=2, head_dim=8, global_head_dim=16,
-        sliding_window=5, layer_types=["sliding_attention", "full_attention"], max_position_embeddings=64,
+        **TWO, vocab_size=96, num_key_value_heads=2, head_dim=8, global_head_dim=16, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
     ),
     "qwen3_next": transformers.Qwen3NextConfig(  # three value heads for each key head
         **SIZE | {"num_hidden_layers": 4}, vocab_size=97, num_key_value_heads=2, head_dim=16,
         layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=6,
         linear_key_head_dim=5, linear_value_head_dim=7, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        shared_expert_intermediate_size=24, max_position_embeddings=64, rope_parameters=HALF_ROPE,
+        shared_expert_intermediate_size=24, rope_parameters=HALF_ROPE,
     ),
     "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
         hidden_size=32, num_hidden_layers=4, num_attention_heads=4, vocab_size=96, num_key_value_heads=1, head_dim=16,
@@ -266,16 +251,16 @@ CONFIGS = {
         **SIZE | {"num_hidden_layers": 4}, vocab_size=96, num_key_value_heads=2, head_dim=8, global_head_dim=12,
         num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=5, enable_moe_block=True, num_experts=6,
         top_k_experts=2, moe_intermediate_size=16, layer_types=["sliding_attention", "full_attention"] * 2,
-        hidden_size_per_layer_input=0, max_position_embeddings=64, rope_parameters=PROPORTIONAL_ROPE,
+        hidden_size_per_layer_input=0, rope_parameters=PROPORTIONAL_ROPE,
     ),
     "gemma4_small": transformers.Gemma4TextConfig(  # the last 3 of 6 layers share keys and values; inputs of each layer
         **SIZE | {"num_hidden_layers": 6}, vocab_size=97, num_key_value_heads=2, head_dim=6, global_head_dim=10,
         sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 3, vocab_size_per_layer_input=97,
         hidden_size_per_layer_input=5, num_kv_shared_layers=3, use_double_wide_mlp=True, final_logit_softcapping=3.0,
-        max_position_embeddings=64, rope_parameters=PROPORTIONAL_ROPE,
+        rope_parameters=PROPORTIONAL_ROPE,
     ),
     "gpt2": transformers.GPT2Config(
-        vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        vocab_size=97, n_positions=64, n_embd=32, n_layer=3, n_head=4, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
     ),
 }  # fmt: skip
 OFFSET_NORMS = ("gemma2", "gemma3", "nemotron", "qwen3_5", "qwen3_next")  # whose scales stand around 0
