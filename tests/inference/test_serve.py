@@ -267,6 +267,12 @@ def test_chat_is_the_template_and_streams_what_it_answers(model, served, client)
     assert texts == [each.message.content for each in whole.choices]
     assert ends == [each.finish_reason for each in whole.choices]
     assert usage == whole.usage
+    # What clients that read the stream by themselves wait for, and what proxies must not hold back.
+    with client.chat.completions.with_streaming_response.create(**asked, stream=True) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert (stream.headers["cache-control"], stream.headers["x-accel-buffering"]) == ("no-cache", "no")
+        events = stream.read().decode()
+    assert events.endswith('}\n\ndata: [DONE]\n\n')
 
 
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(client):
@@ -793,6 +799,9 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
             app.is_draining = True
             app.give_up()
             assert late.result()[0] == 503
+        status, headers, _ = post(port, json.dumps({"prompt": "a few"}))
+        assert (status, headers["Retry-After"]) == (503, "5")
+        assert post(port, None, "/health", method="GET")[0] == 503
         app.is_draining = False
         gate.set()
         wait_until(lambda: app.serving.num_running == 0)
