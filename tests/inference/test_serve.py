@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -56,6 +57,7 @@ from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
 from tunix.inference.serving import Piece, QueueFull, Serving
+from tunix.inference.serving import Request as QueuedRequest
 from tunix.rl.judge import Judge
 from tunix.rl.tool_parsers import Call, find_reader
 from tunix.serve import TAKEN, App, Connection, _Answer, _Answers, _show_message, open_socket, serve
@@ -272,7 +274,7 @@ def test_chat_is_the_template_and_streams_what_it_answers(model, served, client)
         assert stream.headers["content-type"].startswith("text/event-stream")
         assert (stream.headers["cache-control"], stream.headers["x-accel-buffering"]) == ("no-cache", "no")
         events = stream.read().decode()
-    assert events.endswith('}\n\ndata: [DONE]\n\n')
+    assert events.endswith("}\n\ndata: [DONE]\n\n")
 
 
 def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(client):
@@ -774,6 +776,53 @@ def wait_until(is_so):
         time.sleep(0.01)
 
 
+def test_tokens_are_counted(served, client):
+    counters = served[0].metrics.prompt_tokens, served[0].metrics.drawn_tokens
+    before = [each._value.get() for each in counters]
+    usage = ask(client, max_tokens=3).usage
+    assert usage.prompt_tokens > 1
+    found = [each._value.get() - number for each, number in zip(counters, before, strict=True)]
+    assert found == [usage.prompt_tokens, usage.completion_tokens]
+
+
+def queue_up(num_answers: int) -> QueuedRequest:
+    return QueuedRequest([5], num_answers, 8, Sampling(8), 0, 0, lambda piece: None)
+
+
+def test_a_request_gets_rows_as_they_are_free_and_none_for_answers_that_nobody_waits_for():
+    first, second, admitted = queue_up(4), queue_up(1), []
+    engine = SimpleNamespace(admit=lambda prompt, numbers, *_, **__: admitted.append(numbers))
+    own: Any = SimpleNamespace(
+        waiting=deque([first, second]), free=deque([0, 1]), held={}, engine=engine, _choose=lambda *_: None,
+        changed=threading.Condition(),
+    )  # fmt: skip
+    Serving._admit(own)
+    assert (admitted, first.num_admitted, len(own.waiting)) == ([[0, 1]], 2, 2)
+    Serving.cancel(own, first, 2)
+    assert len(own.waiting) == 2  # another one of its answers waits
+    own.free.extend([7, 8, 9])
+    Serving._admit(own)
+    assert admitted[1:] == [[7], [8]]
+    assert [(held.request, held.index) for held in own.held.values()] == [
+        (first, 0),
+        (first, 1),
+        (first, 3),
+        (second, 0),
+    ]
+    own.waiting.append(third := queue_up(2))
+    Serving.cancel(own, third)
+    assert not own.waiting
+
+
+def test_all_answers_of_a_request_count_in_the_queue():
+    counted: list[int] = []
+    own: Any = SimpleNamespace(
+        changed=threading.Condition(), num_waiting=1, free=deque([0]), waiting=deque(), _refuse_more=counted.append
+    )
+    Serving.submit(own, requests := [queue_up(3), queue_up(2)])
+    assert (counted, list(own.waiting)) == ([1 + 3 + 2 - 1], requests)
+
+
 @pytest.mark.parametrize(("seconds", "told"), [(0.01, 1), (6.0, 8), (900.0, 60)])
 def test_when_to_come_again(seconds, told):
     """When the answers that wait may have ended, within a minute."""
@@ -1072,6 +1121,7 @@ def test_other_addresses_keys_and_what_is_shown(served, client):
     connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})
     text = connection.getresponse().read().decode()
     assert 'tunix_requests_total{path="/v1/models",status="401"}' in text
+    assert 'tunix_requests_total{path="/v1/models/{name:path}",status="404"}' in text  # a client may invent others
     assert KEY not in text
 
 
