@@ -27,6 +27,7 @@ from tunix.data.batches import (
     PrefetchReader,
     Samples,
     TrainBatches,
+    check_held_out,
 )
 from tunix.data.dataset import Corpus
 from tunix.data.documents import DOCUMENTS
@@ -103,6 +104,8 @@ class CorpusFeed:
     def __init__(self, cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh, watchdog: Watchdog):
         self.cfg, self.corpus, self.train_spec, self.mesh = cfg, corpus, train_spec, mesh
         self.slots = find_slots(cfg)
+        if corpus.num_held_out:  # before what may take hours
+            check_held_out(corpus.held_out)
         # As long as a forward pass over all data takes, so without a limit of time.
         with watchdog.phase("computing the teacher's logits", math.inf):
             is_offline = give_logits(cfg, corpus, train_spec, mesh) is not None
@@ -184,6 +187,8 @@ class PairFeed(CorpusFeed):
     """Pairs of answers, each with its log-probabilities under the model of step 0 (the reference of DPO and KTO)."""
 
     def __init__(self, cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh, watchdog: Watchdog):
+        if corpus.num_held_out:
+            check_held_out(corpus.held_out)
         # Without a limit of time: it takes as long as a forward pass over all data.
         with watchdog.phase("scoring the pairs with the model of step 0", math.inf):
             add_reference(cfg, corpus, train_spec, mesh)

@@ -27,6 +27,7 @@ from tunix.data.dataset import load_corpus
 from tunix.data.packing import _fill_pairs, _split_pairs
 from tunix.data.shards import Arrays
 from tunix.evaluate import evaluate
+from tunix.feeds import PairFeed
 from tunix.models.layers import named
 from tunix.rl import reference
 from tunix.rl.reference import add_reference, digest_weights
@@ -420,6 +421,12 @@ def load_pairs(folder, *words):
     own = ["task=dpo", "data=pairs", f"data.paths=[{path}]", "data.held_out_fraction=0.3", *words]
     cfg = compose([*SMALL, *own, "training.seq_len=64", f"loading.cache_dir={folder}/cache"]).config
     return cfg, load_corpus(cfg)
+
+
+def test_held_out_pairs_that_are_all_too_long_are_refused_before_the_others_are_scored():
+    corpus = SimpleNamespace(num_held_out=1, held_out=[])
+    with pytest.raises(UserError, match="the held-out documents make no sequence"):
+        PairFeed(None, corpus, None, None, None)
 
 
 def test_without_a_reference_nothing_is_scored(tmp_path):

@@ -678,19 +678,24 @@ def choose_evenly(num_samples: int, limit: int) -> list[int]:
     return [index * num_samples // count for index in range(count)]
 
 
+def check_held_out(sequences: Sequence[Example]) -> None:
+    """Raise `UserError` where held-out documents make no sequence."""
+    if not len(sequences):
+        raise UserError(
+            "the held-out documents make no sequence of training.seq_len tokens; "
+            "add data, raise data.held_out_fraction, or set it to 0 to hold out none"
+        )
+
+
 def read_held_out(sequences: Sequence[Example], num_sequences: int, num_rows: int, rows: list[int]) -> Example:
     """Return sequences spread evenly over the held-out ones as [batches, rows, T]; padding fills up the last batch.
 
     A batch has `num_rows` rows over the whole mesh, of which this process reads `rows`. Which sequences are read does
     not depend on the mesh.
     """
+    check_held_out(sequences)
     chosen = choose_evenly(len(sequences), num_sequences)
     count = len(chosen)
-    if count == 0:
-        raise UserError(
-            "the held-out documents make no sequence of training.seq_len tokens; "
-            "add data, raise data.held_out_fraction, or set it to 0 to hold out none"
-        )
     # A token of padding is no token of an image.
     padding = {name: np.full_like(field, -(name == IMAGE_INDEX)) for name, field in sequences[0].items()}
 
