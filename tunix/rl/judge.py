@@ -98,13 +98,11 @@ class Judge:
         judgements = self._ask_all(missing, deadline)
         late = Judgement(f"the judge gave no answer within {self.timeout_s:g} s")
         ratings = cached | {digest: judgements.get(digest, late).rating for digest in missing}
-        read, written = (sum(getattr(each, name) for each in judgements.values()) for name in ("read", "written"))
-        numbers: dict[str, float] = {
-            "calls": sum(each.calls for each in judgements.values()),
-            "cached": len(texts) - len(missing),
-            "tokens_read": read,
-            "tokens_written": written,
-        }
+        calls, read, written = (
+            sum(getattr(each, name) for each in judgements.values()) for name in ("calls", "read", "written")
+        )
+        kept = len(texts) - len(missing)
+        numbers: dict[str, float] = {"calls": calls, "cached": kept, "tokens_read": read, "tokens_written": written}
         if self.term.usd_per_million_tokens is not None:
             prices = self.term.usd_per_million_tokens
             numbers["usd"] = (read * prices[0] + written * prices[1]) / 1e6
@@ -209,8 +207,6 @@ class Judge:
                 raise Failure(f"the judge's reply is longer than {MAX_BYTES >> 20} MiB", None)
         except HTTPError as error:
             raise self._explain(error) from None
-        except Failure:
-            raise
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise Failure(f"the judge at {self.term.url} does not answer: {self._show(reason)}") from None
