@@ -94,9 +94,7 @@ def _explain_push(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # many kinds, as above
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = str(error).strip().partition("\n")[0]
-        if status in (401, 403):
-            reason = "HF_TOKEN is missing, or may not write there"
+        reason = "HF_TOKEN is missing, or may not write there" if status in (401, 403) else first_line(error)
         raise UserError(f"push={name} could not be sent to the hub: {reason}") from None
 
 
