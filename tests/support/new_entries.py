@@ -132,13 +132,13 @@ SINKS: dict[str, Callable[[Start], Sink]] = {"lines": Lines, """,
     ),
     "a reason to end a run": entry(
         "tunix/run/early_stopping.py",
-        "REASONS: list[Callable[[Moment], Ending | None]] = [",
+        "REASONS: list[Reason] = [",
         """\
 def enough(now):
     return Finished("three steps are enough") if now.step == 3 else None
 
 
-REASONS: list[Callable[[Moment], Ending | None]] = [enough, """,
+REASONS: list[Reason] = [enough, """,
         "training.max_steps=9",
     ),
     "a place for checkpoints": entry(
