@@ -522,6 +522,7 @@ class Loop:
         progress, first, last = self.progress, self.progress.start.step + 1, self.progress.last
         if first > last:
             return last
+        self.setup.compiler.has_step = True
         batch, numbers = self._next_batch()
         for step in range(first, last + 1):
             if step in self.compiled.changes:  # the batch has another shape from now on

@@ -16,7 +16,7 @@ from support.harness import ROOT
 
 from tunix.base.config_types import list_options, read_version
 from tunix.base.dotted_path import import_object
-from tunix.base.errors import UserError, name_choices
+from tunix.base.errors import Stopped, UserError, name_choices
 from tunix.config import Export, Generate, command_line
 from tunix.config.command_line import read_settings
 from tunix.config.compose import (
@@ -175,7 +175,8 @@ def test_layers_without_end_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("of_command", "error", "seconds"), [(True, UserError, 10), (True, KeyboardInterrupt, 10), (False, UserError, 0.2)]
+    ("of_command", "error", "seconds"),
+    [(True, UserError, 10), (True, Stopped, 10), (True, KeyboardInterrupt, 10), (False, UserError, 0.2)],
 )
 def test_an_error_does_not_wait_for_the_compiler(of_command, error, seconds, monkeypatch):
     """In a command, also after Ctrl-C; where Python goes on after the error, it waits."""

@@ -2,7 +2,9 @@
 
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -10,7 +12,7 @@ from jax._src.lru_cache import LRUCache
 from support.harness import ONE_LAYER, RUN
 
 import tunix
-from tunix.base.errors import UserError
+from tunix.base.errors import Stopped, UserError
 from tunix.config.compose import compose
 from tunix.data import dataset as corpora
 from tunix.processes.watchdog import Watchdog
@@ -123,6 +125,19 @@ def test_a_program_is_awaited_by_all_processes_once(monkeypatch):
         for key in ("state", "step", "step", "state"):
             assert programs._wait(programs._begin(key, lambda key=key: key)) == key
     assert len(awaited) == 2
+
+
+@pytest.mark.parametrize("has_step", [False, True])
+def test_a_stop_signal_before_the_first_step_does_not_wait_for_the_compiler(has_step, monkeypatch):
+    """There is nothing to save. Later the step that needs the program is saved."""
+    monkeypatch.setattr(compiler, "wait", lambda *_, **__: SimpleNamespace(done=set()))  # it takes long
+    monkeypatch.setattr(compiler.watchdog, "_stop_signals", ["SIGTERM"])
+    mesh = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
+    with compiler.Compiler(mesh, Watchdog(compose([]).config.distributed)) as programs:
+        programs.has_step = has_step
+        refused = nullcontext() if has_step else pytest.raises(Stopped, match="SIGTERM: given up while the first")
+        with refused:
+            assert programs._wait(programs._begin("step", lambda: "program")) == "program"
 
 
 def test_a_program_that_a_full_disk_has_cut_does_not_end_the_cache(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from tunix.base.errors import UserError
+from tunix.base.errors import Stopped, UserError
 from tunix.base.files import find_existing
 from tunix.base.forms import locate_cached
 from tunix.config import Config
 from tunix.config.batch import BatchSchedule, BatchShape, Spans
 from tunix.costs.hlo import read_collectives, summarise
 from tunix.data.batches import Batch
-from tunix.processes import exits, peers
+from tunix.processes import exits, peers, watchdog
 from tunix.processes.watchdog import Watchdog
 from tunix.training.state import State
 from tunix.training.train_spec import TrainSpec
@@ -191,6 +191,7 @@ class Compiler:
         self.thread = ThreadPoolExecutor(1, "compiler")
         self.futures: dict[Hashable, Future] = {}
         self.awaited: set[Future] = set()  # all processes have these programs
+        self.has_step = False  # until then there is nothing to save, and a stop signal need not wait for XLA
 
     def __enter__(self) -> "Compiler":
         return self
@@ -199,10 +200,10 @@ class Compiler:
         """Wait for the thread: Python aborts the process if it ends while a thread is inside jaxlib.
 
         XLA cannot be interrupted, so this may take as long as one program. Programs that have not begun are left out.
-        A command of one process that fails, or gets Ctrl-C, does not wait: it ends without Python's help (`exits`).
+        A command of one process that fails, or is stopped, does not wait: it ends without Python's help (`exits`).
         """
         if any(future.running() for future in self.futures.values()):
-            ends_at_once = isinstance(error, UserError | KeyboardInterrupt) and exits.ends_with_leave.is_set()
+            ends_at_once = isinstance(error, UserError | Stopped | KeyboardInterrupt) and exits.ends_with_leave.is_set()
             if ends_at_once and jax.process_count() == 1:
                 exits.still_works.set()
                 self.thread.shutdown(wait=False, cancel_futures=True)
@@ -256,6 +257,11 @@ class Compiler:
         with self.watchdog.phase("compiling"):
             if future in self.awaited:
                 return future.result()
+            if not self.has_step and jax.process_count() == 1:
+                while not wait([future], timeout=1.0).done:
+                    if watchdog.stopped_by_signal():
+                        reason = watchdog.stop_requested()
+                        raise Stopped(f"{reason}: given up while the first program was compiled; resume goes on")
             # A process that ran the program at once would wait in its first collective for those that still compile,
             # and on CPUs Gloo gives up after 30 s.
             self.awaited.add(future)
