@@ -421,7 +421,9 @@ def kill_until_done(
 
 
 def wait_for_step(folder: Path, process: Started | subprocess.Popen, step: int) -> None:
+    deadline = time.monotonic() + 300
     while process.poll() is None:
+        assert time.monotonic() < deadline
         if (folder / "metrics.jsonl").exists() and any(line["step"] >= step for line in complete_lines(folder)):
             return
         time.sleep(0.01)

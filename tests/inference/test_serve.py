@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from support.devices import xla_flags
 from support.forks import start
 from support.harness import ROOT, errors, run_python
+from support.processes import wait_until
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
@@ -756,7 +757,7 @@ def test_a_full_queue_says_when_to_come_again_and_a_client_that_goes_frees_its_r
         connection.sendall(
             f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
         )
-        wait_until(lambda: app.serving.num_running == 1)
+        wait_until(lambda: app.serving.num_running == 1, "an answer that is drawn")
         status, headers, answer = post(port, body)
         assert (status, answer["error"]["type"]) == (503, "server_busy")
         assert 1 <= int(headers["retry-after"]) <= 60
@@ -764,16 +765,11 @@ def test_a_full_queue_says_when_to_come_again_and_a_client_that_goes_frees_its_r
         assert (status, answer["error"]["message"]) == (400, "2 answers are more than 1 of one request")
         held = next(iter(app.serving.held.values()))
         connection.close()
-        wait_until(lambda: held.request.cancelled)
+        wait_until(lambda: held.request.cancelled, "the end of the request")
         gate.set()
-        wait_until(lambda: app.serving.num_running == 0)
+        wait_until(lambda: app.serving.num_running == 0, "the end of all answers")
         assert held.num_sent < 50
         assert post(port, body)[0] == 200
-
-
-def wait_until(is_so):
-    while not is_so():
-        time.sleep(0.01)
 
 
 def test_tokens_are_counted(served, client):
@@ -844,7 +840,7 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         app.limits = app.limits.model_copy(update={"request_timeout_s": 60})
         with ThreadPoolExecutor() as pool:  # the server ends, and does not wait for answers any longer
             late = pool.submit(post, port, json.dumps({"prompt": "a few"}))
-            wait_until(lambda: app.open)
+            wait_until(lambda: bool(app.open), "a request")
             app.is_draining = True
             app.give_up()
             assert late.result()[0] == 503
@@ -853,7 +849,7 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         assert post(port, None, "/health", method="GET")[0] == 503
         app.is_draining = False
         gate.set()
-        wait_until(lambda: app.serving.num_running == 0)
+        wait_until(lambda: app.serving.num_running == 0, "the end of all answers")
 
         def fail():
             raise RuntimeError("RESOURCE_EXHAUSTED")
@@ -890,7 +886,7 @@ def test_scores_have_the_limits_of_answers_and_others_draw_between_them(model, h
         others = []
         for number in range(3):
             others.append(pool.submit(post, port, body))
-            wait_until(lambda number=number: len(app.serving.scorings) > number)
+            wait_until(lambda number=number: len(app.serving.scorings) > number, "a prompt to score")
         assert post(port, body)[0] == 503
         gate.set()
         assert [each.result()[0] for each in others] == [200] * 3
@@ -1090,8 +1086,9 @@ def test_long_texts_that_wait_hold_no_thread(model, hf_dir, monkeypatch):
 
     async def ask():
         waiting = [asyncio.create_task(reader.read_completion(long, 0)) for _ in range(40)]
-        while not at_work:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not at_work:
+                await asyncio.sleep(0.01)
         try:
             return await asyncio.wait_for(reader.read_completion(short, 0), 20)
         finally:
@@ -1175,7 +1172,7 @@ def test_the_command_ends_clean_on_sigterm_after_the_answers_that_run(hf_dir, tm
     out, err = tmp_path / "out", tmp_path / "err"
     process = start(words, tmp_path, environment, out, err)
     try:
-        wait_until(lambda: out.read_text().endswith("\n") or process.poll() is not None)
+        wait_until(lambda: out.read_text().endswith("\n") or process.poll() is not None, "the server's line")
         line = out.read_text()
         url = line.split()[3]
         assert line.startswith(f"serving {hf_dir.name} on http://127.0.0.1:")

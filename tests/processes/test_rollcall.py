@@ -169,7 +169,7 @@ def test_a_process_that_reaches_itself_tries_again(monkeypatch):
     monkeypatch.setattr(socket, "create_connection", connect_to_itself)
     with ThreadPoolExecutor(1) as threads:
         one = threads.submit(roll_call, Identity("torchrun", f"127.0.0.1:{port}", 2, 1), {}, 5)
-        while not reached:
+        while not reached and not one.done():
             time.sleep(0.01)
         assert roll_call(Identity("torchrun", f"127.0.0.1:{port}", 2, 0), {}, 5) == one.result() == []
     assert reached == [True]
