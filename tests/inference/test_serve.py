@@ -810,6 +810,28 @@ def test_a_request_gets_rows_as_they_are_free_and_none_for_answers_that_nobody_w
     assert not own.waiting
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}, (0.5, 3, 0.9, 0.1)),
+        ({"temperature": 0.0}, (0.0, NO_TOP_K, NO_TOP_P, NO_MIN_P)),
+    ],
+)
+def test_a_row_has_the_choices_of_its_answer(keys, expected):
+    """Also where another answer had the row before, with other ones."""
+    fields = dict.fromkeys(RowChoices._fields, np.float64)
+    choices = RowChoices(**{name: np.full(3, 7, dtype) for name, dtype in fields.items()})
+    own: Any = SimpleNamespace(choices=choices, engine=SimpleNamespace())
+    request = QueuedRequest([5], 4, 8, Sampling(8, **keys), 11, 20, lambda piece: None)
+    Serving._choose(own, 1, request, 2)
+    found = own.engine.key
+    assert (found.seed[1], found.answer[1]) == (11, 22)
+    assert (found.temperature[1], found.top_k[1], found.top_p[1], found.min_p[1]) == expected
+    assert {each[0] for each in found} == {each[2] for each in found} == {7}
+    choices.seed[1] = 0
+    assert found.seed[1] == 11  # the engine keeps what it was given
+
+
 def test_all_answers_of_a_request_count_in_the_queue():
     counted: list[int] = []
     own: Any = SimpleNamespace(

@@ -112,6 +112,14 @@ class LoadsLong(Sums):
     def step(self, text):
         return super().step(text) if text else (None, 0.0, True)
 
+class Sets:
+    def reset(self, seed):
+        self.ways = {"north", "south", "east", "west"}
+        return " ".join(self.ways)
+
+    def step(self, text):
+        return " ".join(self.ways), 0.0, False
+
 class Broken(Sums):
     def step(self, text):
         return None
@@ -335,6 +343,18 @@ def test_a_process_that_is_killed_from_outside(folder):
             later.ask(0, ("reset", 1, {"first": 0}))
             time.sleep(0.2)
             assert [answered.reply for answered in later.replies(30.0)] == [before.reply]
+
+
+def test_the_order_of_a_set_is_the_same_in_another_process(folder, monkeypatch):
+    """The episode of a process that was lost said something else, and was given up."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with make_pool("Sets", processes=1) as pool, pool.open() as session:
+        session.ask(0, ("reset", 1, {}))
+        (before,) = session.replies(30.0)
+        os.kill(pool.holders[0].process.process.pid, signal.SIGKILL)
+        session.ask(0, ("step", "go"))
+        (after,) = session.replies(30.0)
+    assert (after.problem, after.reply) == ("", before.reply)
 
 
 def test_sessions_share_processes(folder):

@@ -21,6 +21,7 @@ from tunix.rl.tool_parsers import (
     find_reader,
     find_text_before_calls,
     keep_texts,
+    make_call_ids,
 )
 from tunix.rl.tools import Calculator, Python, SearchFolder
 
@@ -448,6 +449,13 @@ def test_the_schema_of_a_request_says_which_arguments_are_texts():
     ):
         (call,) = TOOL_CALLS["xml"].read(f"<function=note>{text}</function>")
         assert [*keep_texts(call, given).arguments.values()] == expected
+
+
+def test_ids_of_calls_count_those_of_the_conversation():
+    """Kimi K2's template shows what a tool says under the id of its call: two of one number would be one."""
+    calls = [Call("add", {}), Call("sub", {})]
+    assert make_call_ids("kimi", calls, 3) == ["functions.add:3", "functions.sub:4"]
+    assert len({*make_call_ids("json", calls, 3)}) == 2
 
 
 def test_the_format_follows_from_the_template():

@@ -93,11 +93,14 @@ class ChildProcess:
         self.connection, child = Pipe()
         ends = str(child.fileno()), str(os.getpid())
         words = json.dumps(sys.path), self.function, *ends, json.dumps(self.arguments)
+        # Hashes of texts, by which sets are ordered, are those of each process that plays an episode or resumes a run.
+        environment = {"PYTHONHASHSEED": "0", **os.environ}
         # A session of its own: Ctrl-C does not reach it, and what the user's code has started is killed with it.
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, *words],
                 pass_fds=[child.fileno()],
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
