@@ -134,7 +134,7 @@ class ChildProcess:
             late.set()
             self.kill()
 
-        timer = threading.Timer(timeout_s, end)
+        timer = threading.Timer(min(timeout_s, threading.TIMEOUT_MAX), end)
         timer.start()
         try:
             self.connection.send(request)
