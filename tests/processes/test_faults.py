@@ -124,12 +124,13 @@ def test_asked_to_stop(rank, number, words, tmp_path, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_asked_to_stop_while_process_0_prepares_the_data(words, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_asked_to_stop_while_process_0_prepares_the_data(number, words, tmp_path):
     """Process 1 waits for it, and no step comes at which all could stop."""
     with Processes(*words, folder=tmp_path, count=2, script="tests/support/faulty.py", FAULT="0 hang start 0") as run:
         run.wait_for_file(tmp_path / "happened")
-        run.started[1].send_signal(signal.SIGTERM)
+        run.started[1].send_signal(number)
         assert seconds_to_end(run) < NOTICED_S
         ends = run.ends()
     assert [end.code for end in ends] == [75, 75], ends
-    assert "SIGTERM while preparing the data: nothing to save" in ends[1].stdout
+    assert f"{signal.Signals(number).name} while preparing the data: nothing to save" in ends[1].stdout

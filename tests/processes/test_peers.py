@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def test_work_of_one_process_may_take_hours(store):
     peers.agree("ours", "the folder")
     peers.barrier("the folder is there")
     assert min(store.limits_ms) > 24 * 3600 * 1000
+
+
+def test_a_process_that_waits_for_the_others_handles_signals(store, monkeypatch):
+    """Ctrl-C and SIGUSR1 did nothing where another process prepared its data: the main thread was inside jaxlib."""
+    waits: list[threading.Thread] = []
+    monkeypatch.setattr(store, "wait_at_barrier", lambda *_: waits.append(threading.current_thread()))
+    peers.barrier("the data")
+    assert waits != [threading.main_thread()]
 
 
 def test_the_store_keeps_the_texts_of_the_newest_gather_alone(store):

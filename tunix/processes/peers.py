@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
@@ -45,6 +46,8 @@ PROBE_S = 5.0  # seconds that a network file system may take to show a new file
 # the phases of a run have deadlines of their own (`watchdog`).
 NO_LIMIT_S = 7 * 24 * 3600.0
 _gathers = count()  # gives each gather a number
+# Waits at barriers for the main thread, which then handles signals: inside jaxlib it would do so hours later.
+_waiter = ThreadPoolExecutor(1, "barrier")
 
 
 def join(cfg: Distributed, info: dict[str, Any]) -> list[str]:
@@ -233,7 +236,7 @@ def main_first(work: Callable[[], T], name: str) -> T:
 def barrier(name: str, timeout_s: float = NO_LIMIT_S) -> None:
     """Wait for every process to come here; RuntimeError naming the barrier after `timeout_s`."""
     if jax.process_count() > 1:
-        _find_store().wait_at_barrier(f"tunix: {name}", round(1000 * timeout_s))
+        _waiter.submit(_find_store().wait_at_barrier, f"tunix: {name}", round(1000 * timeout_s)).result()
 
 
 def publish(key: str, value: str) -> None:
