@@ -23,7 +23,7 @@ from tunix.config.layers import PROJECTIONS, Lora
 from tunix.config.model import Model
 from tunix.config.model_checks import check_qk_clip, check_stages
 from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
-from tunix.config.task import AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncut, list_tasks_of_loss
+from tunix.config.task import FILTERS, AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncut, list_tasks_of_loss
 from tunix.config.training import Training, read_steps
 from tunix.data.files import Source
 from tunix.optimizers.schedules import Scheduler
@@ -258,7 +258,7 @@ class Config(Section):
                 "sampling.temperature=0 gives all answers of a group the same tokens, so none is better than another; "
                 "set sampling=default"
             )
-        leaving_out = {key: getattr(sampling, key) for key in ("top_k", "top_p", "min_p")}
+        leaving_out = {key: getattr(sampling, key) for key in FILTERS}
         filters = [f"sampling.{key}={value}" for key, value in leaving_out.items() if value is not None]
         if filters and task.max_importance is not None:
             raise ValueError(

@@ -22,6 +22,7 @@ from tunix.base.errors import FlagParser, UserError, did_you_mean
 from tunix.base.text import as_typed, flat
 from tunix.config import Average, Config, Distributed, Evaluate, Export, Generate, Play, Section, Serve, compose
 from tunix.config.mistakes import describe_errors, list_keys, reject_flags, reject_number, validate
+from tunix.config.task import FILTERS
 from tunix.processes import exits, supervisor
 from tunix.processes.rollcall import list_versions
 
@@ -248,9 +249,6 @@ def read_settings(section: type[S], argv: list[str], more: dict[str, Any] | None
     return validate(section, values | (more or {}))
 
 
-PRESET_KEYS = ("temperature", "top_k", "top_p", "min_p")
-
-
 def _find_preset(argv: list[str]) -> list[str]:
     """Return the keys of a file of conf/sampling as words, if `sampling=NAME` is among the words. Raises `UserError`
     where there is no such file."""
@@ -261,4 +259,4 @@ def _find_preset(argv: list[str]) -> list[str]:
     if name not in names:
         raise UserError(f"sampling={name}: expected one of {', '.join(names)}{did_you_mean(name, names)}")
     values = compose.compose_file(CONF / "sampling" / name)
-    return [f"{key}={'null' if values[key] is None else values[key]}" for key in PRESET_KEYS]
+    return [f"{key}={'null' if values[key] is None else values[key]}" for key in ("temperature", *FILTERS)]

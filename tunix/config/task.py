@@ -72,6 +72,9 @@ class Decoding(Section):
     memory and rounds probabilities; null is the dtype of products."""
 
 
+FILTERS = ("top_k", "top_p", "min_p")  # keys of `Decoding` that leave tokens out
+
+
 class Sampling(Guessing, Decoding):
     """Choice of each token of an answer, and where a turn and an answer end."""
 

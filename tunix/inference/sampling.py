@@ -15,6 +15,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import read_json
 from tunix.config import Generate, Serve
 from tunix.config import Sampling as SamplingKeys
+from tunix.config.task import FILTERS
 from tunix.costs.rollout import CHUNK
 from tunix.data.tokenizer import Vocab, find_tokenizer_files, read_backend, read_settings, special_tokens, token_text
 from tunix.inference.gathered import Gathered
@@ -300,7 +301,7 @@ def _filter(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 def _filter_by_row(logits: jax.Array, rows: RowChoices) -> jax.Array:
     """Do as `_filter`, each row of logits [B, V] with its own values; nothing is sorted where no row asks for it."""
-    rows = rows._replace(**{name: getattr(rows, name)[:, None] for name in ("top_k", "top_p", "min_p")})
+    rows = rows._replace(**{name: getattr(rows, name)[:, None] for name in FILTERS})
 
     def keep_top(logits: jax.Array) -> jax.Array:
         ordered = -jnp.sort(-logits, -1)
