@@ -71,6 +71,20 @@ def test_pairs_that_are_computed(length):
         assert count_pairs(jax.make_jaxpr(both_passes)(q, k, v).jaxpr) == (2 + 5) * num_pairs
 
 
+def test_each_way_sees_the_keys_of_the_window():
+    """Of one document, whose tokens could see what fills up the blocks before its first."""
+    arguments = row(2 * SPANS[0] + 6)
+
+    @jax.jit
+    def both(window):
+        return [attended(kernel, *arguments, window) for kernel in (plain, TRIANGLE)]
+
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
+        for window in (9, SPANS[0], SPANS[0] + WINDOW_BLOCK):
+            one, other = both(jnp.int32(window))
+            np.testing.assert_allclose(one, other, atol=3e-6, err_msg=str(window))
+
+
 @pytest.mark.nightly
 def test_the_size_of_the_window_chooses_the_way_and_gradients_stay():
     """One program for all windows; documents begin anywhere, and the length is no multiple of a block."""
