@@ -5,11 +5,14 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from models.test_parity import PARITY
 from safetensors.numpy import load_file, save_file
 from support.harness import experts
@@ -29,8 +32,11 @@ from tunix.huggingface.adapter import gather_adapter, remark_on_base
 from tunix.huggingface.adapter_config import name_in_auto_model, read_adapter, write_adapter_config
 from tunix.huggingface.sentence_vectors import list_files
 from tunix.inference.pretrained import check_init_from, load_init_from
-from tunix.models.layers import named
+from tunix.models import lora
+from tunix.models.layers import DropoutKey, named
+from tunix.models.lora import LowRank
 from tunix.sharding.arrays import to_global
+from tunix.sharding.table import Equation
 from tunix.training import train_spec as training
 from tunix.training.choices import build_mesh
 
@@ -504,3 +510,73 @@ def test_keys_beside_an_adapter():
         compose(["model.init_adapter=x"])
     with pytest.raises(UserError, match="has no adapter_config.json: it is no adapter of PEFT"):
         compose([*words("llama")[:1], f"model.init_adapter={PARITY / 'llama'}", *SHORT])
+
+
+def single_device_mesh():
+    return jax.set_mesh(jax.make_mesh((1,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:1]))
+
+
+def numbers(*shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def test_dropout_of_an_update_keeps_the_mean():
+    own: Any = SimpleNamespace(dropout=0.25, index=3)
+    with single_device_mesh():
+        found = LowRank._drop(own, jnp.ones((2, 4000)), DropoutKey(jax.random.key(0)))
+    assert {*np.unique(found).tolist()} == {0.0, float(np.float32(1 / 0.75))}
+    assert float(found.mean()) == pytest.approx(1, abs=0.05)
+
+
+def test_dropout_of_dora_leaves_out_inputs_of_the_update_alone(monkeypatch):
+    """As in PEFT: the base sees every input, and its product with those that stay is taken out of the normalized sum."""
+
+    class Update(SimpleNamespace):
+        def __call__(self, x, key):
+            return x + 7
+
+    update: Any = Update(
+        dropout=0.5, first=None, updated=None, layout=SimpleNamespace(as_matmul_input=lambda x, equation: x),
+        _drop=lambda x, key: 2 * x, _multiply_by_gain=lambda y, w: 3 * y,
+    )  # fmt: skip
+
+    monkeypatch.setattr(lora, "product", lambda equation, x, w, *_: x * w)
+    x, y, w, key = numbers(4), numbers(4), numbers(4), DropoutKey(jax.random.key(0))
+    with_dropout, without = (LowRank.normalize(update, x, y, w, each, "plain") for each in (key, None))
+    np.testing.assert_allclose(with_dropout, y + 3 * (2 * x * w + x + 7) - 2 * x * w, rtol=1e-5)
+    np.testing.assert_allclose(without, 3 * (y + x + 7), rtol=1e-5)
+
+
+def test_updates_of_pissa_are_added_without_those_that_they_started_from():
+    factors = {"a": numbers(6, 2), "b": numbers(2, 4), "a_start": numbers(6, 2) / 3, "b_start": numbers(4, 2).T}
+    w = numbers(6, 4)
+    params = {"q": {"w": w, "lora": factors}}
+    weights: Any = {"q": {"w": SimpleNamespace(equation=Equation("BTD,DF->BTF"))}}
+    cfg: Any = SimpleNamespace(scale=2.0)
+    layout: Any = None  # of matrices that rest as codes
+    with single_device_mesh():
+        (merged,) = lora.merge(params, weights, cfg, layout)["q"].values()
+    expected = w + 2 * (factors["a"] @ factors["b"] - factors["a_start"] @ factors["b_start"])
+    np.testing.assert_allclose(merged, expected, rtol=1e-5)
+    removed = lora.remove_updates(params)["q"]["lora"]
+    assert (removed["a"] is factors["a_start"], removed["b"] is factors["b_start"]) == (True, True)
+
+
+def test_the_largest_singular_values_of_a_matrix_with_a_side_below_the_rank():
+    w = numbers(6, 4)
+    cfg: Any = SimpleNamespace(rank=5, scale=2.0)
+    with single_device_mesh():
+        a, b = lora._take_largest(w, Equation("BTD,DF->BTF"), cfg, [jax.P(None, None)] * 2)
+    assert (a.shape, b.shape) == ((6, 5), (5, 4))
+    np.testing.assert_allclose(2 * a @ b, w, atol=1e-5)
+
+
+def test_what_an_adapter_brings_is_not_started_anew():
+    """The magnitudes of a trained DoRA are not the norms of the base."""
+    factors = {"a": numbers(6, 2), "b": numbers(2, 4), "magnitude": numbers(4)}
+    params = {"q": {"w": numbers(6, 4), "lora": factors}}
+    weights: Any = {"q": {"w": None, "lora": dict.fromkeys(factors)}}
+    cfg: Any = SimpleNamespace(init="zero", use_dora=True)
+    layout: Any = None  # of what is started
+    started = lora.start_updates(params, params, weights, cfg, layout)
+    assert started["q"]["lora"]["magnitude"] is factors["magnitude"]
