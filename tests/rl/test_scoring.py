@@ -113,6 +113,13 @@ def test_a_column_that_no_row_of_a_batch_has_is_none(folder):
         assert scorer.score(["?"] * 2, ["a", "b"], {"hint": ["this", None]}).total == [1, 0]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_deadline_may_be_in_ages(folder):
+    """In more seconds than the system's clock counts."""
+    with Scorer(terms("letters"), 1, 1e12, "stop") as scorer:
+        assert scorer.score(["?"], ["aa"], {}).total == [2]
+
+
 def test_rewards_that_fail_are_counted_and_named(folder, caplog):
     names = "raises", "hangs", "dies", "is_killed", "nan", "short", "letters"
     with Scorer(terms(*names), 2, 1.0, "zero") as scorer:
