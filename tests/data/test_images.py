@@ -375,6 +375,15 @@ def test_addresses_begin_as_one_that_is_allowed():
             ImageReader(FORM, "s3://bucket/rows", 1000, 1000).read([path])
 
 
+def test_images_beside_a_text_are_refused(folder):
+    """A model that sees learnt the text without them; one of text alone has no use for the column."""
+    rows = [{"text": "a photo", "image": "photos/0.png"}] * 9
+    with pytest.raises(UserError, match="line 1, has images, and task=pretrain learns from texts: task=sft reads"):
+        load(folder, rows, "task=pretrain")
+    for words in (["data.columns.images=null"], ["training.images_per_row=0"]):
+        assert load(folder, rows, "task=pretrain", *words).prepared["jsonl"].index["documents"] == 9
+
+
 @pytest.mark.parametrize("words", [["model.vision=null"], ["training.images_per_row=0"]])
 def test_a_model_of_text_refuses_images(folder, words):
     for row in ({"messages": turn([PART], "a")}, {"messages": turn("a", "a"), "image": "photos/0.png"}):

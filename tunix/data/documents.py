@@ -210,6 +210,11 @@ def _read_row(
             images = reader.read(references) if reader else ()
             if references and isinstance(content, Question):
                 content = _drop_images(content, source.columns)
+        elif content and reader and list_column(source.columns, item.content):
+            raise BadRow(
+                f"has images, and task={task.name} learns from texts: task=sft reads images in conversations; "
+                "data.columns.images=null leaves their column out"
+            )
         # Fails for text that is not UTF-8: half of a character, as JSON's "\ud83d" is.
         count_bytes(content) if isinstance(content, str) else encode_json(content)
     except (BadRow, UnicodeEncodeError, RecursionError) as error:
