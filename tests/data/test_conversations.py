@@ -3,7 +3,6 @@
 import csv
 import json
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -602,9 +601,3 @@ def test_turns_behind_the_last_answer_are_read():
     for turns in (TALK, TALK[:2], TALK[:-1], TALK[1:]):
         (whole,) = encode_whole(vocab, [Document("", Conversation(turns))])
         assert vocab.backend.decode(np.concatenate(whole.tokens), skip_special_tokens=False) == vocab.chat.render(turns)
-    # Behind a prompt that ends with <think> an answer without a thought cannot be told from it, and is read all the same.
-    thinks = replace(vocab, chat_template=PLAIN.replace("assistant:\n{% endif %}", "assistant:\n<think>{% endif %}"))
-    with pytest.raises(RefusedConversation, match="cannot be told from it"):
-        list(encode_conversations(thinks, [Document("", Conversation(TALK))]))
-    (whole,) = encode_whole(thinks, [Document("", Conversation(TALK))])
-    assert thinks.backend.decode(np.concatenate(whole.tokens), skip_special_tokens=False) == vocab.chat.render(TALK)

@@ -212,6 +212,12 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     again = rewards.add(none, prompts, Drawn(answers, texts), 10)
     np.testing.assert_allclose(again.values["model"], [scores.values["model"][0], 0, 0, 0], atol=1e-5)
     assert again.errors == {"length": 0, "model": 3}
+    # Nor has one that does not follow what asks for it: the template may show another text than the answer's.
+    model_template = score.vocab.chat_template.removeprefix(refusing)
+    score.vocab = dataclasses.replace(
+        score.vocab, chat_template=model_template + "{{ '<think>' if add_generation_prompt }}"
+    )
+    assert rewards.add(none, prompts, Drawn(answers, texts), 10).errors == {"length": 0, "model": 4}
     with pytest.raises(
         UserError, match="rewards: model fails: it has .* tokens with its prompt, more than model.context_"
     ):

@@ -699,9 +699,8 @@ def _encode_sequences(vocab: Vocab, conversations: list[list[SequenceWithImages]
 def _keep_all(vocab: Vocab, document: Document) -> SequenceWithImages:
     """Return a conversation as one sequence, with the turns behind the last answer, and all of its images."""
     content: Conversation = document.content  # type: ignore[assignment]
-    pieces: Pieces = []
-    with suppress(RefusedConversation):  # answers that cannot be told from what asks for them are read all the same
-        pieces, _ = _split_conversation(vocab, document)[-1]
+    # One whose answers cannot be told from what asks for them is refused here too: a template may show a part of them.
+    pieces, _ = _split_conversation(vocab, document)[-1]
     text, begin = vocab.chat.render(content.messages, options=content.options), "".join(text for text, _ in pieces)
     if not text.startswith(begin):
         return [(text, False)], document.images
