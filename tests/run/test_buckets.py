@@ -35,7 +35,7 @@ from tunix.checkpoints.store import WAITING, Record, check_everything, open_stor
 from tunix.config import Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
-from tunix.config.saved_runs import find_run, split_step
+from tunix.config.saved_runs import SECTIONS, find_run, split_step
 from tunix.data.files import find_files, open_unpacked
 from tunix.export import export
 from tunix.run.folder import write_config
@@ -110,6 +110,19 @@ def empty(state):
 def same(ours, theirs) -> bool:
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     return all(a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def test_checkpoints_that_were_copied_from_a_disk_are_refused(files):
+    """They would be deleted as what a kill has left, and the run would begin again."""
+    config = "".join(f"{section}: {{key: 1}}\n" for section in SECTIONS)
+    files.pipe_file(f"{BUCKET}/copied/config.yaml", config.encode())
+    files.pipe_file(f"{BUCKET}/copied/checkpoints/6/digests.0.json", b"{}")  # a save that a kill has ended
+    assert find_run(f"s3://{BUCKET}/copied", "resume")
+    files.pipe_file(f"{BUCKET}/copied/checkpoints/4/run/digests.json", b"{}")
+    with pytest.raises(
+        UserError, match=r"^resume=s3://.*/copied: checkpoints/4 was copied from a disk, .* resume=FOLDER"
+    ):
+        find_run(f"s3://{BUCKET}/copied", "resume")
 
 
 def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_path, monkeypatch):

@@ -156,12 +156,23 @@ def split_step(source: str) -> tuple[str, int | None]:
 
 
 def list_steps(root: str, key: str) -> list[int]:
-    """Return the steps of a run in a bucket that have a whole checkpoint."""
+    """Return the steps of a run in a bucket that have a whole checkpoint.
+
+    Raises:
+        UserError: a checkpoint was copied there from a folder, whose form is another one.
+    """
     folder = join(root, "checkpoints")
     steps = sorted(int(name) for name in list_names(folder, key) if is_whole_number(name))
     files = filesystem(root, key)
     with explaining(folder, key):
-        return [step for step in steps if files.exists(join(folder, str(step), FILE))]
+        whole = [step for step in steps if files.exists(join(folder, str(step), FILE))]
+        copied = [step for step in steps if step not in whole and files.exists(join(folder, str(step), "run", FILE))]
+    if copied:  # they would be taken for what a kill has left of a save, and deleted
+        raise UserError(
+            f"{key}={root}: checkpoints/{copied[-1]} was copied from a disk, and has another form in a bucket; copy "
+            f"the run to a disk, and give {key}=FOLDER"
+        )
+    return whole
 
 
 def mirror_run(root: str, key: str, copied: Sequence[str] = ()) -> Path | None:
