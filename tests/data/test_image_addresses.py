@@ -2,8 +2,11 @@
 
 import threading
 import time
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.error import HTTPError
 from urllib.parse import unquote
 
 import pytest
@@ -224,3 +227,48 @@ def test_a_server_that_is_not_there(server, monkeypatch):
     server.server_close()
     with pytest.raises(BadRow, match="has an image that cannot be read, .*refused"):
         read(server, "image.png")
+
+
+@pytest.mark.parametrize(
+    ("error", "deadline", "pauses"),
+    [
+        (OSError("gone"), 100, [0.5, 1, 2]),
+        (OSError("gone"), 1.0, [0.5]),  # the next try would begin behind the deadline
+        (HTTPError("a", 503, "", Message(), None), 100, [0.5, 1, 2]),
+        (HTTPError("a", 429, "", Message(), None), 100, [0.5, 1, 2]),
+        (HTTPError("a", 404, "", Message(), None), 100, []),
+        (ValueError("no reply"), 100, []),
+    ],
+)
+def test_when_a_server_is_asked_again(error, deadline, pauses, monkeypatch):
+    clock, waited, tries = [0.0], [], []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        clock[0] += seconds
+
+    def request():
+        tries.append(clock[0])
+        raise error
+
+    monkeypatch.setattr(web, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    with pytest.raises(type(error)):
+        web.try_again(request, deadline)
+    assert (waited, len(tries)) == (pauses, len(pauses) + 1)
+
+
+def test_a_server_says_when_it_is_asked_again(monkeypatch):
+    """A number of seconds; a date is not read. The answer of the next try counts."""
+    waited, errors = [], []
+    for after in ("7", "0", "Wed, 21 Oct 2026 07:28:00 GMT"):
+        (head := Message())["Retry-After"] = after
+        errors.append(HTTPError("a", 503, "", head, None))
+
+    def request():
+        if errors:
+            raise errors.pop(0)
+        return "said"
+
+    monkeypatch.setattr(web, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=waited.append))
+    assert web.try_again(request, 100) == "said"
+    assert waited == [7, 1, 2]

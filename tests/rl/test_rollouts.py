@@ -115,6 +115,18 @@ def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
         evaluate(read_settings(Evaluate, [f"checkpoint={wide}"], {"overrides": []}))
 
 
+def test_the_best_answer_of_each_prompt():
+    """The first of equal ones, whole, plain and good enough; with the tools of its prompt, and no other options."""
+    turns, tools = [{"role": "user", "content": "a?"}], [{"name": "add"}]
+    prompts = [Prompt([], "", {}, Question(turns, {}, options)) for options in ({"tools": tools, "x": 1}, {}, {})]
+    rewards = (1.0, 3.0, 2.0, 2.0, 0.5, 0.75, 0.25, 0.0, 9.0, 8.0, 0.0, 0.0)
+    rows = [{"answer": str(n), "stopped": n != 1, "reward": reward} for n, reward in enumerate(rewards)]
+    plain = [n not in (8, 9) for n in range(12)]
+    first, second = select_best(prompts, rows, 4, 0.75, plain)
+    assert first == {"messages": [*turns, {"role": "assistant", "content": "2"}], "tools": tools, "reward": 2.0}
+    assert second == {"messages": [*turns, {"role": "assistant", "content": "5"}], "reward": 0.75}
+
+
 def test_an_answer_with_special_tokens_is_no_best_one(caplog):
     """Its text lacks them. Those that mark a thought are none within: the row has the thought apart."""
     keys = {"path": None, "train": None, "vocab_size": 259, "train_bytes": 1, "bos_token": None, "eos_token": None}
