@@ -390,6 +390,7 @@ OF_OTHERS = [  # task, row, and what the answer to it says
     ("sft", {"messages": json.dumps([ASKED, SAID | {"train": False}])}, "has a turn with train=false in column messages"),
     ("sft completion", {"prompt": "a", "completion": [SAID | {"weight": 0}]}, "write the prompt's turns and these into one"),
     ("dpo", {"prompt": "a", "chosen": [{"role": "developer", "content": "b"}, SAID], "rejected": [SAID]}, "begins with a turn of the developer"),
+    ("dpo", {"prompt": [ASKED, SAID], "chosen": "c", "rejected": "d"}, "behind one of the prompt, with which TRL goes on"),
     ("dpo", {"chosen": [ASKED, SAID], "rejected": [ASKED]}, "data.columns.prompt=null takes the prompt from the conversations"),
     ("dpo", {"prompt": "a", "chosen": SAID, "rejected": SAID}, "holds one turn in column chosen, not a list; `jq -c '.chosen |= [.]' FILE`"),
 ]  # fmt: skip

@@ -366,6 +366,11 @@ def _drop_prompt(turns: list[Message], prompt: list[Message], column: str | None
             f"begins with a turn of the {role} in column {column} that is not that of the prompt, so the model would "
             "read both; data.columns.prompt=null takes the prompt from the conversations"
         )
+    if answer and prompt and prompt[-1]["role"] == answer[0]["role"] == "assistant":
+        raise BadRow(
+            f"begins with a turn of the assistant in column {column} behind one of the prompt, with which TRL goes on; "
+            "here it is a turn of its own: write both texts into the answer"
+        )
     return answer
 
 
