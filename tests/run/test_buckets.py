@@ -30,6 +30,7 @@ from tunix.base import buckets
 from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
 from tunix.checkpoints import bucket
+from tunix.checkpoints.folders import Folder
 from tunix.checkpoints.root import check_root, write_root
 from tunix.checkpoints.store import WAITING, Record, check_everything, open_store
 from tunix.config import Export
@@ -110,6 +111,13 @@ def empty(state):
 def same(ours, theirs) -> bool:
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     return all(a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
+def test_a_checkpoint_that_was_copied_to_a_disk_is_refused(tmp_path):
+    (tmp_path / "6").mkdir()
+    (tmp_path / "6" / "digests.json").write_text("{}")
+    with pytest.raises(UserError, match=r"/6 was copied from a bucket, .* give the run's address in the bucket"):
+        Folder(tmp_path).check(6)
 
 
 def test_checkpoints_that_were_copied_from_a_disk_are_refused(files):

@@ -188,10 +188,16 @@ class Folder:
 
         Raises:
             Damaged: a file is missing, is not what was written, or belongs to another step.
+            UserError: the checkpoint is one of a bucket.
         """
         checkpoint = self.folder / str(step)
         if not checkpoint.is_dir():
             raise Damaged(f"{checkpoint} is no folder{', but a link to nothing' if checkpoint.is_symlink() else ''}")
+        if (checkpoint / FILE).is_file():
+            raise UserError(
+                f"{checkpoint} was copied from a bucket, and has another form on a disk; give the run's address in the "
+                "bucket, s3://BUCKET/RUN"
+            )
         if missing := [name for name in NEEDED if not (checkpoint / name).is_file()]:
             raise Damaged(f"{checkpoint} lacks {', '.join(missing)}")
         # Whoever opens a pipe waits for ever, and a device may have no end.
