@@ -96,6 +96,7 @@ def test_no_key_of_ours_is_taken_for_another():
         ("training.remat=selective", "here it is training.remat=dots"),
         ("scheduler=cosine", "here it is scheduler=warmup_cosine"),
         ("optimizer=adam", "here it is optimizer=adamw"),
+        ("task=rloo", "here it is task=grpo task.advantage=leave_one_out"),
         ("+training.sync_gradients_every=2", "+training.sync_gradients_every: the config has this key already; write it without +"),
         ("wandb.enabled=true", "unknown key wandb.enabled; docs/config.md lists all keys"),
         ("trainer.weight_decay=0.1", "unknown key trainer.weight_decay; did you mean optimizer.weight_decay?"),
