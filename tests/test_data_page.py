@@ -13,6 +13,7 @@ from support.harness import ROOT
 
 from tunix.config.command_line import command_parser
 from tunix.config.compose import add_search_path, compose
+from tunix.data.chat import ChatTemplate
 from tunix.data.dataset import load_corpus
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -72,3 +73,10 @@ def test_the_mixtures_of_the_page(files):
     assert list(data.parts) == ["code", "web"]
     assert data.parts["web"].columns.text == "content"
     assert data.stages[0].name == "more code"
+
+
+def test_the_template_for_texts_of_trl():
+    (template,) = re.findall(r"```text\n(\{\{ bos_token.*?)\n```", PAGE)
+    turns = [{"role": "user", "content": "a few"}, {"role": "assistant", "content": " words"}]
+    chat = ChatTemplate(template, {"bos_token": "<bos>", "eos_token": "<eos>"})
+    assert chat.split_answers(turns) == [[("<bos>a few", False), (" words<eos>", True)]]
