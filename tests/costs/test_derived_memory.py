@@ -33,7 +33,7 @@ RECORDED = {
     ),
     "8b fsdp8 dots": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
-        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=1", 10.62,
+        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=1", 10.50,
     ),
     "0.6b one dots": (
         "plan.topology=h200:1 model=qwen3_0_6b model.num_layers=6 model.mesh_shape=[[1],[fsdp]] "
@@ -62,7 +62,7 @@ RECORDED = {
     ),
     "8b fsdp4tp2 full": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[4,2],[fsdp,tp]] "
-        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 6.39,
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 6.48,
     ),
     "8b tp8 dots": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[tp]] "
@@ -106,7 +106,7 @@ RECORDED = {
     ),
     "8b fsdp8 dots mb8": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
-        "training.remat=dots training.micro_batch_size=8 training.gradient_accumulation_steps=1", 16.36,
+        "training.remat=dots training.micro_batch_size=8 training.gradient_accumulation_steps=1", 15.59,
     ),
     "8b pp4tp2 dots": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=8 model.mesh_shape=[[4,2],[pp,tp]] "
@@ -119,7 +119,7 @@ RECORDED = {
     ),
     "9b hybrid, 8 layers": (
         "plan.topology=h200:8 model=qwen3_5_9b model.num_layers=8 model.mesh_shape=[[8],[fsdp]] "
-        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 27.51,
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 27.98,
     ),
     "8b pp2fsdp4 recompute": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=8 model.mesh_shape=[[2,4],[pp,fsdp]] "
@@ -133,7 +133,7 @@ RECORDED = {
     ),
     "8b dp2fsdp4 dots A2": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[2,4],[dp,fsdp]] "
-        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=2", 20.32,
+        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=2", 20.24,
     ),
     "30b_a3b fsdp8 full": (
         "plan.topology=h200:8 model=qwen3_30b_a3b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
@@ -141,7 +141,7 @@ RECORDED = {
     ),
     "8b dp2fsdp4 dots A4": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[2,4],[dp,fsdp]] "
-        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=4", 19.03,
+        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=4", 19.25,
     ),
     "8b fsdp8 full nooverlap": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
@@ -150,7 +150,7 @@ RECORDED = {
     ),
     "9b hybrid, 16 layers": (
         "plan.topology=h200:8 model=qwen3_5_9b model.num_layers=16 model.mesh_shape=[[8],[fsdp]] "
-        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 28.81,
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 28.67,
     ),
     "0.6b one fp32 full": (
         "plan.topology=h200:1 model=qwen3_0_6b model.num_layers=6 model.mesh_shape=[[1],[fsdp]] "
@@ -164,7 +164,7 @@ RECORDED = {
     ),
     "70b fsdp8tp8 full": (
         "plan.topology=h200:8x8 model=llama3_70b model.num_layers=8 model.mesh_shape=[[8,8],[fsdp,tp]] "
-        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 4.71,
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 4.23,
     ),
     "8b zero3 sync4": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "

@@ -33,6 +33,11 @@ STAGES = [
     "training.gradient_accumulation_steps=4",
 ]  # fmt: skip
 ON_STAGES = {str(value): [*STAGES, f"training.pipeline_recompute={value}"] for value in (False, True)}
+SMALL_SHARDS = [
+    "model=llama3_405b", "model.num_layers=16", "training.seq_len=8192", "training.global_batch_size=1024",
+    "plan.topology=h200:128x8", "model.mesh_shape=[[256,4],[fsdp,tp]]", FULL,
+]  # fmt: skip
+ALONE = {**ON_STAGES, "405b on 1,024": SMALL_SHARDS}
 GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
@@ -41,7 +46,7 @@ def compile_plan(name: str, cache_dir: Path, installs_dir: Path) -> dict:
     file = cache_dir / f"gpu_program {name}.json"
     with one_at_a_time("gpu_plans"):
         if not file.exists():
-            own = ON_STAGES[name] if name in ON_STAGES else PROGRAMS[name][0]
+            own = ALONE[name] if name in ALONE else PROGRAMS[name][0]
             words = ["-m", "tunix.plan", *own, "plan.output=null", "--json"]
             printed = run_with_plugin(*words, installs_dir=installs_dir)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,6 +124,13 @@ def test_arithmetic_is_that_of_the_model(program):
     plan, _, times = program
     model_tflop = plan["predicted"]["mfu"] * plan["predicted"]["step_time_s"] * 989
     assert plan["tflop_per_step_per_device"] == pytest.approx(times * model_tflop, rel=0.15)
+
+
+@pytest.mark.nightly
+def test_sums_of_many_devices_hide(cache_dir, installs_dir):
+    """Shards are small there, and XLA would join the sums of two layers: half of all communication was waited for."""
+    predicted = compile_plan("405b on 1,024", cache_dir, installs_dir)["predicted"]
+    assert predicted["exposed_communication_s"] < 0.15 * predicted["communication_s"]
 
 
 @pytest.mark.nightly

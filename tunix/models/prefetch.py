@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
 from tunix.models.layer_scan import Flows, Passes, Saved, SumOverReplicas, Weights
+from tunix.sharding.table import EXPERTS
 
 
 class GatheredWeights(Weights):
@@ -161,18 +162,27 @@ class PrefetchPasses(Passes):
         # Without replicas the result of the reduce-scatter is put at n + 1 at once.
         has_replicas = weights.layout.has_replicas(get_abstract_mesh().shape)
         delay = 2 if has_replicas else 1
+        # Sums take turns: that of the layer before begins before this layer computes, and ends before its own begins.
+        # Else XLA would join the two of an iteration where shards are small, and begin when both layers are done. With
+        # experts or on stages a step is slower so (docs/log/sharding.md).
+        take_turns = not weights.stages and not any(EXPERTS in equation.w for equation in weights.equations)
 
         def body(carry, each):
-            flows, gathered, open_sums, parts, sums = carry
+            flows, gathered, open_sums, parts, sums, place = carry
             number, layer, vjp, d_results = each
             next_weights = weights.gather(params, jnp.maximum(number - 1, 0))
+            if take_turns:
+                wide = [None if part is None else part.astype(weights.layout.reduce) for part in open_sums]
+                open_sums, flows = jax.lax.optimization_barrier((wide, flows))
             scattered = weights.scatter_over_devices(open_sums, params)
+            open_sums, flows, d_values = saved.go_back(vjp, gathered, layer, flows, d_results)
+            if take_turns:
+                open_sums, scattered = jax.lax.optimization_barrier((open_sums, scattered))
             # In the first iterations these are zeros: the next ones overwrite them, and sums do not change by them.
             done = parts if has_replicas else scattered
-            sums = write_sums(sums, done, jnp.minimum(number + delay, count - 1), number + delay < count)
-            open_sums, flows, d_values = saved.go_back(vjp, gathered, layer, flows, d_results)
+            sums = write_sums(sums, done, jnp.minimum(place, count - 1), place < count)
             flows, scattered = self.end_layer((flows, scattered))
-            return (flows, next_weights, open_sums, scattered if has_replicas else None, sums), d_values
+            return (flows, next_weights, open_sums, scattered if has_replicas else None, sums, place - 1), d_values
 
         gradients = sums if has_sums else saved.mask_frozen(jax.tree.map(jnp.zeros_like, params))
         nothing = saved.mask_frozen(weights.zero_parts(saved.last))
@@ -181,12 +191,12 @@ class PrefetchPasses(Passes):
         # In an iteration of two layers the second sum over replicas would wait for the first layer's reduce-scatter.
         carry, d_values = jax.lax.scan(
             body,
-            (saved.begin(d_x), saved.last, nothing, parts, gradients),
+            (saved.begin(d_x), saved.last, nothing, parts, gradients, jnp.asarray(count - 1 + delay)),
             each,
             reverse=True,
             unroll=self.unrolled or (1 if has_replicas else self.UNROLL),
         )
-        flows, _, open_sums, parts, gradients = carry
+        flows, _, open_sums, parts, gradients, _ = carry
         if has_replicas:
             gradients = write_sums(gradients, parts, min(1, count - 1), count > 1)
         gradients = write_sums(gradients, weights.scatter_over_devices(open_sums, params), 0)
