@@ -801,13 +801,13 @@ def encode_groups(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     groups: list[Group] = [document.content for document in documents]  # type: ignore[misc]
     texts = encode_texts(vocab, [Document("", text) for group in groups for text in group.texts])
     for group in groups:
-        own = [next(texts) for _ in group.texts]
-        ended = [_with_end(vocab, np.concatenate(each.tokens)) for each in own]
+        encoded = [next(texts) for _ in group.texts]
+        ended = [_with_end(vocab, np.concatenate(each.tokens)) for each in encoded]
         yield Encoded(
-            sum(each.text_bytes for each in own),
+            sum(each.text_bytes for each in encoded),
             [tokens for tokens, _ in ended],
             np.concatenate([mark for _, mark in ended]),
-            label=len(own),
+            label=len(encoded),
         )
 
 

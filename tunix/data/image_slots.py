@@ -71,8 +71,8 @@ def place_images(
     pixels = np.zeros((len(rows), max_units, *units.shape[1:]), units.dtype)
     row_grids = np.zeros((len(rows), max(end - begin for begin, end in rows), 2), np.int32)
     for row, (begin, end) in enumerate(rows):
-        own = units[unit_ends[begin] : unit_ends[end]]
-        pixels[row, : len(own)], row_grids[row, : end - begin] = own, grids[begin:end]
+        row_units = units[unit_ends[begin] : unit_ends[end]]
+        pixels[row, : len(row_units)], row_grids[row, : end - begin] = row_units, grids[begin:end]
     return Images(pixels, np.stack([_count_soft(row, soft_id) for row in tokens]), row_grids)
 
 

@@ -64,9 +64,9 @@ def load_teacher(train_spec: TrainSpec, mesh: Mesh, tokenizer: Tokenizer) -> dic
     if teacher is None:
         return None
     layout = teacher.arch.layout
-    own = describe(teacher.model, layout)  # with the rows of vocabulary that its files have
+    file_arch = describe(teacher.model, layout)  # with the rows of vocabulary that its files have
     try:
-        params, own_tokenizer = load_params(teacher.source, teacher.model, own, layout, mesh)
+        params, file_tokenizer = load_params(teacher.source, teacher.model, file_arch, layout, mesh)
     except UserError as error:
         raise UserError(f"{TEACHER}={teacher.source}: {error}") from None
     if (num_tokens := count_ids(tokenizer)) > teacher.model.vocab_size:
@@ -74,25 +74,25 @@ def load_teacher(train_spec: TrainSpec, mesh: Mesh, tokenizer: Tokenizer) -> dic
             f"{TEACHER}={teacher.source} has {teacher.model.vocab_size:,} rows of vocabulary, and the run's tokenizer "
             f"has {num_tokens:,} tokens; take a teacher with the same tokenizer"
         )
-    if own_tokenizer is None:
+    if file_tokenizer is None:
         log.warning("%s=%s has no tokenizer: its tokens are taken to be those of the run", TEACHER, teacher.source)
     else:
-        check_tokenizers(teacher.source, own_tokenizer.get_vocab(), tokenizer.get_vocab())
-    params = jax.tree.map(partial(_fit_rows, layout), params, own.weights, teacher.arch.weights)
-    log.info("teacher: %s, %s", teacher.source, f"{own.num_parameters:,} parameters")
+        check_tokenizers(teacher.source, file_tokenizer.get_vocab(), tokenizer.get_vocab())
+    params = jax.tree.map(partial(_fit_rows, layout), params, file_arch.weights, teacher.arch.weights)
+    log.info("teacher: %s, %s", teacher.source, f"{file_arch.num_parameters:,} parameters")
     return params
 
 
-def check_tokenizers(source: str, teacher: Mapping[str, int], own: Mapping[str, int]) -> None:
+def check_tokenizers(source: str, teacher: Mapping[str, int], trained: Mapping[str, int]) -> None:
     """Raise `UserError` where two vocabularies, ids by token, are not the same."""
-    if teacher == own:
+    if teacher == trained:
         return
-    differing = sorted({*teacher.items()} ^ {*own.items()}, key=lambda item: (item[1], item[0]))
+    differing = sorted({*teacher.items()} ^ {*trained.items()}, key=lambda item: (item[1], item[0]))
     token, number = differing[0]
     raise UserError(
-        f"{TEACHER}={source} has another tokenizer than the run: {len(teacher):,} tokens and {len(own):,}; the first "
-        f"that differs is {token!r}, number {number}. A teacher judges the run's own tokens; take one with the same "
-        "tokenizer, or train with the teacher's (tokenizer.path)"
+        f"{TEACHER}={source} has another tokenizer than the run: {len(teacher):,} tokens and {len(trained):,}; the "
+        f"first that differs is {token!r}, number {number}. A teacher judges the run's own tokens; take one with the "
+        "same tokenizer, or train with the teacher's (tokenizer.path)"
     )
 
 

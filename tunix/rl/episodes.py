@@ -350,13 +350,13 @@ class PrioritySlots:
 
     def _take(self, rank: int) -> None:
         with self.changed:
-            own = rank, next(self.calls)
-            heapq.heappush(self.waiting, own)
+            ticket = rank, next(self.calls)
+            heapq.heappush(self.waiting, ticket)
             try:
-                self.changed.wait_for(lambda: self.free and self.waiting[0] == own)
+                self.changed.wait_for(lambda: self.free and self.waiting[0] == ticket)
                 self.free -= 1
             finally:  # also at Ctrl-C: the threads behind this one would wait forever
-                self.waiting.remove(own)
+                self.waiting.remove(ticket)
                 heapq.heapify(self.waiting)
                 self.changed.notify_all()
 

@@ -202,16 +202,16 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> Iter
                     drawn = draw_answers(model.sampler, params, request, cmd.batch_size, stop, corpus.vocab, player)
                 log_probs = (answer.log_probabilities for answer in drawn.answers)
                 reject_nan(log_probs, checkpoint, "training.mixed_precision=fp32")
-                own, own_counts = _make_rows(cmd, asked, drawn, scorer, engine_rewards, settings.max_new_tokens)
-                rows += own
-                counts |= {name: counts.get(name, 0) + number for name, number in own_counts.items()}
+                new_rows, new_counts = _make_rows(cmd, asked, drawn, scorer, engine_rewards, settings.max_new_tokens)
+                rows += new_rows
+                counts |= {name: counts.get(name, 0) + number for name, number in new_counts.items()}
                 if drawn.played is not None:
                     played.append(drawn.played)
                 if "samples" in paths:
-                    _add_lines("samples", paths["samples"], ({"checkpoint": checkpoint, **row} for row in own))
+                    _add_lines("samples", paths["samples"], ({"checkpoint": checkpoint, **row} for row in new_rows))
                 if cmd.best is not None:
                     plain = _find_plain(corpus.vocab, drawn.answers)
-                    chosen = select_best(asked, own, cmd.num_samples, cmd.best_from, plain)
+                    chosen = select_best(asked, new_rows, cmd.num_samples, cmd.best_from, plain)
                     counts["best_rows"] += len(chosen)
                     if "best" in paths:
                         _add_lines("best", paths["best"], chosen)
@@ -236,17 +236,17 @@ def _make_rows(
     size = max(1, cmd.batch_size // count)
     for start in range(0, len(prompts), size):
         batch, part = prompts[start : start + size], slice(start * count, (start + size) * count)
-        own = drawn.part(part)
-        episodes = None if own.played is None else own.played.episodes
-        scores = engine_rewards.add(score_together(scorer, batch, own, count), batch, own, max_length)
+        answered = drawn.part(part)
+        episodes = None if answered.played is None else answered.played.episodes
+        scores = engine_rewards.add(score_together(scorer, batch, answered, count), batch, answered, max_length)
         for name, number in {"reward_errors": sum(scores.errors.values()), **scores.numbers}.items():
             counts[name] = counts.get(name, 0) + number
-        for number, (text, answer) in enumerate(zip(own.texts, own.answers, strict=True)):
+        for number, (text, answer) in enumerate(zip(answered.texts, answered.answers, strict=True)):
             rows.append(
                 {
                     "prompt": batch[number // count].text,
                     "answer": text,
-                    **({"thought": own.thoughts[number]} if any(own.thoughts[number : number + 1]) else {}),
+                    **({"thought": answered.thoughts[number]} if any(answered.thoughts[number : number + 1]) else {}),
                     "reward": scores.total[number],
                     **{f"reward_{label}": values[number] for label, values in scores.values.items()},
                     # What an environment says is no part of the answer.
@@ -283,8 +283,8 @@ def select_best(
     """
     chosen = []
     for number, prompt in enumerate(prompts):
-        own = range(number * num_samples, (number + 1) * num_samples)
-        whole = [rows[n] for n in own if rows[n]["stopped"] and plain[n]]
+        row_numbers = range(number * num_samples, (number + 1) * num_samples)
+        whole = [rows[n] for n in row_numbers if rows[n]["stopped"] and plain[n]]
         whole = [row for row in whole if least is None or row["reward"] >= least]
         if not whole or prompt.question is None:
             continue

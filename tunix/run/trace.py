@@ -136,8 +136,8 @@ class CommunicationTrace:
                     read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
                 )
         # A process has the timelines of its own devices alone; process 0 writes the report on all of them.
-        own = {device: asdict(timeline) for device, timeline in local_timelines.items()}
-        of_processes = peers.gather(own, "communication report")
+        timelines = {device: asdict(timeline) for device, timeline in local_timelines.items()}
+        of_processes = peers.gather(timelines, "communication report")
         per_host = max(Counter(peers.hosts()).values()) * jax.local_device_count()
         if not peers.is_main():
             return

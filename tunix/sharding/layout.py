@@ -264,9 +264,9 @@ class Layout:
         axes = DIMS[dim_name].activation_axes
         if self.stages_split == "sequences":
             return axes
-        others = tuple(axis for axis in axes if axis not in self.stage_axes)
+        inner = tuple(axis for axis in axes if axis not in self.stage_axes)
         # Stages split the share that a device has without them: the tokens of a part are put together over one axis.
-        return (*others, *self.stage_axes) if dim_name == TOKENS and self.stages_split == "tokens" else others
+        return (*inner, *self.stage_axes) if dim_name == TOKENS and self.stages_split == "tokens" else inner
 
     def _stored_axes(self, equation: Equation) -> list[tuple[str, ...]]:
         """Return the axes of each dimension of the weight between uses. Vectors are too small to be worth a gather.
@@ -332,8 +332,8 @@ class Layout:
         """
         gradient = gradient.astype(self.reduce)
         local_parts = jax.typeof(gradient).sharding.spec.unreduced  # axes along which each device has a part of the sum
-        others = local_parts - list_axes(spec)
-        return gradient if others == local_parts else reshard(gradient, PartitionSpec(*spec, unreduced=others))
+        replicas = local_parts - list_axes(spec)
+        return gradient if replicas == local_parts else reshard(gradient, PartitionSpec(*spec, unreduced=replicas))
 
     def split_stream(self, x: jax.Array) -> jax.Array:
         """Return [B, T, ...] as the residual stream has it, [B, t, ...]: each device keeps its own tokens."""

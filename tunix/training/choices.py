@@ -190,8 +190,8 @@ def lay_out_teacher(cfg: Config, model: Model, mesh: AnyMesh, platform: str | No
     """
     device = find_device(mesh)
     platform = platform or (device.platform if device else None)
-    own = planned._replace(cp_exchange=model.cp_exchange)
-    layout = _lay_out(cfg.model_copy(update={"model": model}), own, mesh.shape, device, platform, {})
+    with_exchange = planned._replace(cp_exchange=model.cp_exchange)
+    layout = _lay_out(cfg.model_copy(update={"model": model}), with_exchange, mesh.shape, device, platform, {})
     return replace(layout, param=layout.compute, block_matmul="plain", moments_on_host=False).with_all_layers()
 
 

@@ -349,8 +349,8 @@ def score_targets(
     The gradient of the table [V, D] is added up over the chunks in float32. A teacher has none.
     """
 
-    def one_chunk(table, hidden, others):
-        teacher_table, targets, states = others
+    def one_chunk(table, hidden, fields):
+        teacher_table, targets, states = fields
         part = None if teacher is None else teacher._replace(table=teacher_table, hidden=states)
         return _score_chunk(model, table, hidden, targets, temperature, with_entropy, part)
 
@@ -367,7 +367,7 @@ def score_targets(
 
         def of_chunk(d_table, chunk):
             hidden, fields, cotangents = chunk
-            _, vjp = jax.vjp(partial(one_chunk, others=(teacher_table, *fields)), table, hidden)
+            _, vjp = jax.vjp(partial(one_chunk, fields=(teacher_table, *fields)), table, hidden)
             more, d_hidden = vjp(cotangents)
             return d_table + more.astype(d_table.dtype), d_hidden
 

@@ -319,5 +319,5 @@ class HeldOut:
     def describe(self, record: dict[str, float]) -> str:
         """Return an evaluation in a few words for the log."""
         words = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
-        others = (f", {record[name]:.4f} {text}" for name, text in words.items() if name in record)
-        return f"loss {record['loss']:.4f}{''.join(others)}"
+        scores = (f", {record[name]:.4f} {text}" for name, text in words.items() if name in record)
+        return f"loss {record['loss']:.4f}{''.join(scores)}"

@@ -272,13 +272,13 @@ class StagedModel:
         stage gathers all tokens: a gather has the same shape on every device.
         """
         lanes, spec, part = self.lanes, self.model.block_layout.activation, self.parts.batch(number)
-        others = self.parts.mask_inputs(number)
-        x, penalties = (self.embed(outer, part), others.penalties) if stream is None else stream
-        x, others = self._on_every_stage(x), others._replace(penalties=penalties)
+        inputs = self.parts.mask_inputs(number)
+        x, penalties = (self.embed(outer, part), inputs.penalties) if stream is None else stream
+        x, inputs = self._on_every_stage(x), inputs._replace(penalties=penalties)
         positions = lanes.on_every_stage(part["positions"], spec("BT"))
         segments = lanes.on_every_stage(part["segment_ids"], spec("BS"))
-        others = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), others)
-        return others._replace(x=x, positions=positions, mask_inputs=RowMask(segments, None))
+        inputs = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), inputs)
+        return inputs._replace(x=x, positions=positions, mask_inputs=RowMask(segments, None))
 
     def leave(self, condition: jax.Array, stream: Stream) -> Stream:
         """Return the stream of the one stage where the condition [S] holds, [rows, t, D], split by all stages.
