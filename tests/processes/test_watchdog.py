@@ -254,6 +254,7 @@ def test_each_stop_signal_asks_the_run_to_stop(number):
     watchdog._stop_signals.clear()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of `end`
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_a_request_to_stop_ends_a_phase_without_a_limit(where, monkeypatch, capsys):
     """A run that was asked to stop while it prepared its data went on for hours, and a cluster killed it."""

@@ -141,7 +141,7 @@ def test_no_rollout_is_drawn_behind_a_stop(monkeypatch):
     monkeypatch.setattr("tunix.processes.watchdog.request_stop", happened.append)
     cfg = compose(["training.hard_stop=4", "training.max_steps=8", "training.time_limit_s=0.001"]).config
     parts = dict.fromkeys(trainer.Loop.__dataclass_fields__) | {
-        "setup": SimpleNamespace(cfg=cfg),
+        "setup": SimpleNamespace(cfg=cfg, compiler=SimpleNamespace()),
         "start_time": 0.0,
         "progress": SimpleNamespace(last=8, improvement=None, failure=None, start=SimpleNamespace(step=2), state={}),
         "source": SimpleNamespace(phase="", waits_for_state=False, next=lambda _: ({}, happened.append("batch"))),
