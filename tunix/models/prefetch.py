@@ -168,7 +168,7 @@ class PrefetchPasses(Passes):
         take_turns = not weights.stages and not any(EXPERTS in equation.w for equation in weights.equations)
 
         def body(carry, each):
-            flows, gathered, open_sums, parts, sums, place = carry
+            flows, gathered, open_sums, parts, sums, place = carry  # the place is `number + delay`, for the sums alone
             number, layer, vjp, d_results = each
             next_weights = weights.gather(params, jnp.maximum(number - 1, 0))
             if take_turns:
