@@ -614,9 +614,8 @@ def find_foreign(key: str, value: str | None) -> str:
     head, _, leaf = key.rpartition(".")
     kinds = list_members(head) if head else [Config]
     local = {each for kind in kinds for name, field in kind.model_fields.items() for each in (name, field.alias)}
-    if (
-        key in GONE or leaf in local or is_mapping(head) or is_entry(head)
-    ):  # a key elsewhere would change all the others
+    # Of a mapping or of an entry in a list, a key elsewhere would change all the others.
+    if key in GONE or leaf in local or is_mapping(head) or is_entry(head):
         return ""
     return find_key(key, value, {name.rpartition(".")[2] for name, *_ in _list_leaves()})
 

@@ -408,7 +408,7 @@ class Scorer:
         total = [sum(weight * score for weight, score in zip(weights, row, strict=True)) for row in rows]
         return Scores(values, total, errors, time.perf_counter() - start_time)
 
-    def _complete(self, columns: Mapping[str, Sequence[Any]], num_rows: int) -> dict[str, Sequence[Any]]:
+    def _complete(self, columns: Columns, num_rows: int) -> Columns:
         return {**{name: [None] * num_rows for name in self.column_names}, **columns}
 
 
