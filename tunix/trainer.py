@@ -360,7 +360,8 @@ def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, f
     """Return the progress of a resumed run at its checkpoint; of another run, or where none was saved, at step 0."""
     train_spec, corpus, cfg = setup.train_spec, setup.corpus, job.config
     assert corpus is not None
-    beginning = Position(0, 0, feed.samples.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
+    fingerprint, tokenizer = feed.samples.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer)
+    beginning = Position(0, 0, fingerprint, tokenizer, held_out=corpus.held_out_fingerprints)
     restored = checkpoints.restore(job.resume_step, train_spec.abstract, cfg, beginning) if cfg.resume else None
     if restored:
         state, start, improvement = restored

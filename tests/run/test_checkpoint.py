@@ -26,7 +26,7 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import find_resume_point
-from tunix.data.dataset import find_units, load_corpus
+from tunix.data.dataset import HASH_BITS, find_units, hash_document, load_corpus
 from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.generate import generate
@@ -421,12 +421,17 @@ def test_a_changed_corpus_is_refused(run, tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     folder = run("tokenizer.train_bytes=1", corpus=corpus)  # the tokenizer sees the first document only
     cfg = compose(["data=text", f"data.paths=['{corpus}']"]).config
-    last = find_units(cfg.data, cfg.loading)[-1]
-    Path(last.path).write_text(Path(last.path).read_text()[::-1])
-    with pytest.raises(
-        UserError, match="the training data .* are not the checkpoint's .*; sample 24 of one is not sample 24"
-    ):
-        run(f"resume={folder}")
+    files = [Path(unit.path) for unit in find_units(cfg.data, cfg.loading)]
+    held_out = next(file for file in files if hash_document(file.name) < cfg.data.held_out_fraction * 2**HASH_BITS)
+    for file, message in [
+        (files[-1], "the training data .* are not the checkpoint's .*; sample 24 of one is not sample 24"),
+        (held_out, "the held-out documents of text are not .*before and after step 6 would be of other texts"),
+    ]:
+        text = file.read_text()
+        file.write_text(text[::-1])
+        with pytest.raises(UserError, match=message):
+            run(f"resume={folder}")
+        file.write_text(text)
     assert len(metrics(folder)) == 6
 
 

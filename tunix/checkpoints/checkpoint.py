@@ -95,6 +95,15 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
                 f"loading.allow_changed_data=true goes on with it all the same{hint}"
             )
         log.warning("%sgoing on at sample %d of the new ones", change, position.next_sample)
+    for name, fingerprint in now.held_out.items():
+        if position.held_out.get(name, fingerprint) != fingerprint:  # a set may be new, and old checkpoints have none
+            change = f"resume: the held-out documents of {name} are not the checkpoint's; "
+            if not config.loading.allow_changed_data:
+                raise UserError(
+                    f"{change}held-out numbers before and after step {position.step} would be of other texts. "
+                    "loading.allow_changed_data=true goes on with the new ones all the same"
+                )
+            log.warning("%sheld-out numbers after step %d are of the new ones", change, position.step)
 
 
 def check_cycle(config: Config, step: int) -> None:
@@ -232,7 +241,8 @@ class Checkpoints:
             for name in sorted(set(present["copies"]) - set(abstract.get("copies", {}))):
                 log.warning("the checkpoint's copy of the parameters %s is not wanted any more: it is dropped", name)
             # Checkpoints of version 0.1.0 do not say how the held-out loss went.
-            return state, replace(position, data=now.data), Improvement(**info.get("improvement", {}))
+            position = replace(position, data=now.data, held_out=now.held_out)
+            return state, position, Improvement(**info.get("improvement", {}))
         if steps:
             raise UserError(f"resume: all checkpoints in {folder} are damaged ({entries})")
         return None

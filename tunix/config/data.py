@@ -93,7 +93,8 @@ class Loading(Section):
     """Compare a tokenized corpus with the digests of its files: at each start, only once (a copy is another corpus), or
     never."""
     allow_changed_data: Flag
-    """Let resume go on with another corpus, tokenized form or mixture at the same sample number; else refused."""
+    """Let resume go on with another corpus, tokenized form or mixture at the same sample number, or with other held-out
+    documents; else refused."""
 
 
 class Tokenizer(Section):

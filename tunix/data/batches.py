@@ -189,6 +189,8 @@ class Position:
     waiting: str = ""  # answers that were drawn ahead (rl/ahead.py)
     num_extra: int = 0  # samples that no step counts: asked in the place of others, or left out (data/prompts.py)
     curriculum: str = ""  # prompts that are left out for a time (data/prompts.py)
+    # Fingerprints of the held-out documents, by source, and of evaluation.sets.NAME.
+    held_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:

@@ -617,6 +617,12 @@ class Corpus:
         return self.vocab.backend
 
     @property
+    def held_out_fingerprints(self) -> dict[str, str]:
+        """What identifies the documents that are evaluated on, of each source and of each evaluation.sets.NAME."""
+        sets = {f"evaluation.sets.{name}": part for name, part in self.sets.items()}
+        return {name: part.stream.fingerprint for name, part in {**self.held_out_parts, **sets}.items()}
+
+    @property
     def parts(self) -> list[Sequences]:
         """Sequences of all sources and sets."""
         return [*self.train.values(), *self.held_out_parts.values(), *self.sets.values()]

@@ -133,6 +133,11 @@ class PromptCorpus:
         return self.vocab.backend
 
     @property
+    def held_out_fingerprints(self) -> dict[str, str]:
+        """What identifies the prompts that are evaluated on, of each source."""
+        return {name: part.stream.fingerprint for name, part in self.held_out.items()}
+
+    @property
     def parts(self) -> list[PromptPart]:
         """Prompts of all sources."""
         return [*self.train.values(), *self.held_out.values()]
