@@ -22,11 +22,10 @@ from tunix.base.dotted_path import import_object
 from tunix.config import Model
 from tunix.models import cpu_library
 from tunix.models.attention_mask import MaskRule
-from tunix.models.kernels import branches_are_cheap, find_kernel
+from tunix.models.kernels import branches_are_cheap
 from tunix.models.layers import NORMS, Bias, Einsum, Initializer, divide_by_rms, identity, soft_cap
-from tunix.models.mla import Heads
 from tunix.models.rope import apply_rope, grow_queries
-from tunix.models.table import CP_EXCHANGES
+from tunix.models.table import CP_EXCHANGES, find_kernel
 from tunix.sharding.layout import Layout, stage_shard_map
 
 # Attention: which keys a query sees, and the kernels that compute it.
@@ -52,6 +51,18 @@ class Method(NamedTuple):
     kernel: str  # key of `KERNELS`, or a dotted path
     exchange: str  # key of `CP_EXCHANGES`, or "none"
     options: Mapping[str, Any]  # of the kernel (`Model.attention_options`)
+
+
+AttentionFn = Callable[..., Any]  # (queries, keys, values, layout) -> results, as `compute_attention` gives them
+
+
+class Heads(NamedTuple):
+    """Ways from the entries that tokens have in a cache, a tuple of arrays [B, S, ...], to attention."""
+
+    expand: Callable[..., tuple[jax.Array, jax.Array]]  # entries -> keys and values [B, S, K, H]
+    # (one query for each row, entries with heads before slots, a function that attends) -> results of the queries
+    look_back: Callable[[jax.Array, tuple[jax.Array, ...], AttentionFn], Any]
+    kv_dim_name: str = "K"  # of the dimension of key/value heads (sharding/table.py)
 
 
 def compute_attention(

@@ -20,8 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.models.attention_mask import MaskRule
-from tunix.models.kernels import Choice, find_kernel
-from tunix.models.table import CP_EXCHANGES, RING_KERNELS
+from tunix.models.kernels import Choice
+from tunix.models.table import CP_EXCHANGES, RING_KERNELS, find_kernel
 from tunix.sharding.mesh import count_devices, token_shards
 from tunix.sharding.table import DIMS, token_axes
 

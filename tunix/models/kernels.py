@@ -12,11 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice
 
-from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
-from tunix.models.table import FUSED, KERNELS
+from tunix.models.table import FUSED, find_kernel
 
 Row = TypeVar("Row")
 
@@ -239,11 +238,6 @@ def mesh_platform() -> str | None:
     """Return the platform of the devices of the mesh in use, cpu or gpu; None if the mesh has no devices."""
     device = mesh_device()
     return None if device is None else device.platform
-
-
-def find_kernel(name: str) -> Any:
-    """Return the kernel of attention with this key of `KERNELS` or dotted path."""
-    return import_object(KERNELS.get(name, name))
 
 
 def choose_kernels(

@@ -11,33 +11,22 @@ heads. In generation there is one query to each row, so the query goes through `
     q . (latent kv_up) = (q kv_up) . latent            one key/value head of C + R numbers, with the latent as its value
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from tunix.config import Model
+from tunix.models.attention import AttentionFn, Heads
 from tunix.models.layers import NORMS, Einsum, Initializer
 from tunix.models.matmul import MATMUL
 from tunix.models.rope import apply_rope
 from tunix.sharding.layout import Layout
 
-AttentionFn = Callable[..., Any]  # (queries, keys, values, layout) -> results, as `compute_attention` gives them
-
 LATENT_EPS = 1e-6  # of the norms of latents in DeepSeek's code and transformers, whatever `model.norm_eps`
-
-
-class Heads(NamedTuple):
-    """Ways from the entries that tokens have in a cache, a tuple of arrays [B, S, ...], to attention."""
-
-    expand: Callable[..., tuple[jax.Array, jax.Array]]  # entries -> keys and values [B, S, K, H]
-    # (one query for each row, entries with heads before slots, a function that attends) -> results of the queries
-    look_back: Callable[[jax.Array, tuple[jax.Array, ...], AttentionFn], Any]
-    kv_dim_name: str = "K"  # of the dimension of key/value heads (sharding/table.py)
 
 
 class LatentAttention(nnx.Module):

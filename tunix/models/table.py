@@ -6,7 +6,9 @@ This file is below all of them and may not import them, and the config imports n
 text, `module:function`, and `import_object` imports one when it is used.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from tunix.base.dotted_path import import_object
 
 # Kernels of attention, beside auto; `models/attention.py` says the arguments and results of one.
 KERNELS = {
@@ -17,6 +19,12 @@ KERNELS = {
 # Kernels that can attend to one block of keys after another (a ring). To add up the results, they also return the sum
 # of each softmax, which JAX's function for cuDNN does not.
 RING_KERNELS = ("auto", "flash", "xla")
+
+
+def find_kernel(name: str) -> Any:
+    """Return the kernel of attention with this key of `KERNELS` or dotted path."""
+    return import_object(KERNELS.get(name, name))
+
 
 # What `model.expert_products` may be beside products by name: kernels that compute experts as a whole
 # (models/fused_experts.py).

@@ -25,10 +25,10 @@ from jax.sharding import PartitionSpec, reshard
 from tunix.config import Model
 from tunix.config.vision import TOWER, AnyVision, Gemma3Vision, Qwen3Vision, SmolVision
 from tunix.models.attention_mask import MaskRule
-from tunix.models.kernels import find_kernel
 from tunix.models.layers import ACTIVATIONS, Bias, DropoutKey, Einsum, Initializer, LayerNorm, Matrix, RMSNorm, identity
 from tunix.models.remat import Remat, scan_blocks
 from tunix.models.rope import Turns, rotate
+from tunix.models.table import find_kernel
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import Equation
 
