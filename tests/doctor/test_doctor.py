@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -23,6 +24,7 @@ from tunix.base.files import find_existing
 from tunix.config.compose import compose
 from tunix.doctor import Finding
 from tunix.processes.peers import find_blind
+from tunix.training.choices import build_mesh
 
 
 def of(check: str, found) -> list[tuple[str, str]]:
@@ -175,12 +177,15 @@ def test_names_of_variables():
         "NCCL_VERSION": "2.28.3-1",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
         "NCCLX": "",
+        "NCCL_TIMEOUT_S": "60",
         "TUNIX_API_KEY": "hidden",
     }
     with jax.numpy_rank_promotion("raise"):
         found = of("variables", software.check_variables(given))
     unfit = "JAX_NUMPY_RANK_PROMOTION is raise, and a run needs allow: its step and its digits depend on it; unset it"
+    waiting = "distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait"
     assert found == [
+        ("warning", f"NCCL_TIMEOUT_S=60: nothing reads this name; {waiting}"),
         ("warning", "TUNIX_CACHE_DIRS=a: nothing reads this name; did you mean TUNIX_CACHE_DIR?"),
         ("warning", "NCCL_IB_DISABLE=1: nodes talk over TCP in place of InfiniBand"),
         ("error", unfit),
@@ -218,6 +223,11 @@ def test_what_is_short(tmp_path, monkeypatch):
     assert status == "warning"
     assert f"30.0 GiB free in {tmp_path}; " in says
     assert "at most 4 checkpoints (checkpoint.max_to_keep=2) need 44." in says  # the best, and one that is written
+    monkeypatch.setattr(machine.peers, "num_on_host", lambda: 2)
+    monkeypatch.setattr(machine.jax, "process_count", lambda: 4)
+    [(_, of_two_hosts)] = of("host memory", machine.examine_machine(job))
+    assert "a checkpoint takes 11.17 GiB" in of("host memory", found)[0][1]
+    assert "a checkpoint takes 5.59 GiB" in of_two_hosts
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Space(40 * gib))
     assert of("disk", machine.examine_machine(job))[0][0] == "warning"
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Space(10 * gib))
@@ -237,8 +247,9 @@ def test_a_host_without_a_known_name(num_processes, status, monkeypatch):
 
 
 def test_differences_between_processes(tmp_path, monkeypatch):
-    """Two processes as `gather` would hear them: another flax, a clock an hour late, a folder of its own, a slow link."""
-    answers = iter([[{"flax": "0.12.8"}, {"flax": "0.12.9"}], [time.time(), time.time() - 3600]])
+    """Three processes as `gather` would hear them: another flax, a clock an hour late, a folder of its own, a slow link."""
+    flax, now = [{"flax": "0.12.8"}, {"flax": "0.12.9"}, {"flax": "0.12.8"}], time.time()
+    answers = iter([flax, [now, now - 3600, now]])
     monkeypatch.setattr(together.peers, "gather", lambda value, name: next(answers))
     monkeypatch.setattr(together.peers, "agree", lambda value, name: value)
     monkeypatch.setattr(together, "find_blind", lambda folder: [1])
@@ -247,13 +258,14 @@ def test_differences_between_processes(tmp_path, monkeypatch):
             compose([f"hydra.run.dir={tmp_path}", "distributed.shared_filesystem=true"]), {"flax": "0.12.8"}
         )
     )
-    assert of("same everywhere", found) == [("error", "flax differs: 0.12.8 on processes 0; 0.12.9 on processes 1")]
+    assert of("same everywhere", found) == [("error", "flax differs: 0.12.8 on processes 0, 2; 0.12.9 on processes 1")]
     [(status, says)] = of("clocks", found)
     assert status == "warning"
-    assert says.startswith("3600.0 s apart")
+    assert says.startswith("3600.0 s apart, process 1 most")
     [(status, says)] = of("files", found)
     assert status == "error"
     assert "not seen by processes 1; put hydra.run.dir on a disk that all processes share" in says
+    assert not together.Diagnosis(["a"] * 3, [[], [], []], between=found).is_fit
     fast = together.Link("tp", 2, "all-reduce", 2**22, 0.01, 1, 0.011, 5.0, 0.008)
     slow = together.Link("dp", 2, "all-reduce", 2**22, 0.10, 3, 0.400, 0.5, 0.020)
     assert list(together.judge([fast, slow])) == [
@@ -262,3 +274,49 @@ def test_differences_between_processes(tmp_path, monkeypatch):
                 "the groups of process 3 take 4.0 x as long; 5.0 x what its links allow"),
         Finding("bandwidth", "ok", "the slowest axis is dp"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "driver", "errors"),
+    [
+        ("gpu", "580.65.06", []),
+        ("gpu", "575.57.08", ["driver 575.57.08 is older than 580, which CUDA 13000 needs"]),
+        ("cpu", "580.65.06", ["driver 580.65.06 is here, but jax has no GPU: install jax[cuda13]"]),
+        ("cpu", None, []),
+    ],
+)
+def test_drivers(backend, driver, errors, monkeypatch):
+    client = SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+    monkeypatch.setattr(machine.jax, "local_devices", lambda: [SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")])
+    monkeypatch.setattr(machine.jax, "devices", lambda: [SimpleNamespace(client=client)])
+    monkeypatch.setattr(machine.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(machine, "_read_driver_version", lambda: driver)
+    assert [says for status, says in of("devices", machine._check_devices()) if status != "ok"] == errors
+
+
+def test_each_collective_moves_the_bytes_that_it_is_measured_by(monkeypatch):
+    """Its results on all 8 devices: each has the whole array, but behind a reduce-scatter its part."""
+    monkeypatch.setitem(together.PAYLOAD_MIB, "cpu", 1)
+    monkeypatch.setattr(together, "_time", lambda work: [float(work().nbytes)])
+    links = list(together.measure_links(build_mesh(compose(["model.mesh_shape=[[8],[cp]]"]).config), 8))
+    expected = dict.fromkeys(together.COLLECTIVES, 8 * 2**20) | {"reduce-scatter": 2**20}
+    assert {link.collective: link.time_s for link in links} == expected
+    assert {link.num_bytes for link in links} == {2**20}
+
+
+@pytest.mark.parametrize(("slowest_s", "status"), [(0.0014, "ok"), (0.0016, "warning")])
+def test_a_process_whose_products_take_long(slowest_s, status, monkeypatch):
+    monkeypatch.setattr(together, "_time", lambda work: [0.001, slowest_s, 0.001])
+    says = f"a product takes 1.00 ms; process 1 is slowest, {1e3 * slowest_s:.2f} ms"
+    assert list(together.find_slow_processes()) == [Finding("arithmetic", status, says)]
+
+
+def test_a_variable_that_another_process_has_is_compared(tmp_path, monkeypatch):
+    compared = {}
+    answers = {"findings": [[], []], "variables": [[], ["NCCL_PROTO"]]}
+    monkeypatch.setattr(together.peers, "hosts", lambda: ["a", "b"])
+    monkeypatch.setattr(together.peers, "gather", lambda value, name: answers[name])
+    monkeypatch.setattr(together, "compare", lambda job, info: compared.update(info) or [])
+    monkeypatch.setattr(together, "find_slow_processes", list)
+    together._examine_together(compose([f"hydra.run.dir={tmp_path}", "model.mesh_shape=[[16],[fsdp]]"]), [])
+    assert "NCCL_PROTO" in compared
