@@ -3,8 +3,10 @@
 import os
 import re
 import signal
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,6 +15,7 @@ from support.forks import start
 from support.harness import PAIR, ROOT, metrics
 from support.processes import Processes
 
+import tunix.launch
 from tunix.base.errors import UserError
 from tunix.config import compose
 from tunix.launch import ray
@@ -40,8 +43,20 @@ def test_a_dry_run_prints_what_would_start(here, capsys):
     assert shown["nodes"] == [4, 2, 1]  # a batch of 64 is not divisible by three nodes
     assert shown["bundle"] == {"CPU": 16, "GPU": 8, "accelerator_type:H100": 0.001}
     assert shown["environment"] == {"NCCL_DEBUG": "WARN", "A": "b $c"}
+    assert "--grace_s=30" in shown["python"]
     assert shown["python"][-4:] == ["--label", "-m", "tunix", f"resume='{here}/my run'"]
     assert list(here.iterdir()) == []
+
+
+def test_nodes_for_a_batch_of_tokens_and_without_gpus():
+    words = ["launcher.min_nodes=1", "launcher.train_script='~/task.py'", "training.global_batch_tokens=65536"]
+    cfg = compose.compose([*RAY, *words, "launcher.extra_env=['JAX_PLATFORMS=tpu']"]).config
+    assert ray.list_sizes(cfg, cfg.launcher) == [2, 1]
+    assert ray.make_bundle(cfg.launcher) == {"CPU": cfg.launcher.cpus_per_task * cfg.launcher.tasks}
+    assert ray.make_environment(cfg.launcher) == {"JAX_PLATFORMS": "tpu"}
+    assert ray.make_environment(compose.compose(RAY).config.launcher) == {"JAX_PLATFORMS": "cpu"}
+    assert str(Path("~/task.py").expanduser()) in ray.make_command(cfg.launcher, 0, 2, ("a", 5), Path("run"), None)
+    assert ray.make_command(cfg.launcher, 0, 2, ("a", 5), Path("run"), 3)[-1] == "resume=run/checkpoints/3"
 
 
 def test_what_cannot_run_is_refused(here, monkeypatch):
@@ -58,6 +73,69 @@ def test_what_cannot_run_is_refused(here, monkeypatch):
     monkeypatch.setattr(ray, "find_spec", lambda name: None)
     assert "launcher=ray needs the package ray: pip install 'tunix-trainer[ray]'" in refused()
     assert list(here.iterdir()) == []
+
+
+@pytest.fixture
+def starts(here, monkeypatch):
+    """Return a function that launches a run whose starts end as told: the step with which each has begun, and the end.
+
+    An end is its exit code and whether the user has asked for it, or an error: then there are no nodes for that start.
+    """
+    (here / "run" / "checkpoints" / "2").mkdir(parents=True)
+    (here / "run" / "checkpoints" / "4").mkdir()
+
+    def launch(ends: list[tuple[int, bool] | UserError], *words: str, step: int | None = None):
+        begun: list[int | None] = []
+
+        def take_nodes(*_: object) -> list[str]:
+            if isinstance(ends[len(begun)], UserError):
+                raise ends[len(begun)]
+            return ["node"]
+
+        def run_once(_launcher: object, nodes: object, folder: Path, step: int | None, _received: object):
+            begun.append(step)
+            if len(begun) == 2 and (folder / "checkpoints" / "4").is_dir():  # it trains: what is newer is put aside
+                (folder / "checkpoints" / "4").rename(folder / "aside")
+            return ends[len(begun) - 1]
+
+        cluster = SimpleNamespace(connect=nullcontext, take_nodes=take_nodes, Node=str)
+        monkeypatch.setattr(tunix.launch, "ray_cluster", cluster, raising=False)
+        monkeypatch.setattr(ray, "_run_once", run_once)
+        monkeypatch.setattr(ray.submission, "prepare_folder", lambda job: nullcontext(here / "run"))
+        job = replace(compose.compose([*RAY, *words]), resume_step=step)
+        return begun, ray.launch(job)
+
+    return launch
+
+
+KILLED, LOST, STOPPED = (137, False), (76, False), (75, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "ends", "code"),
+    [
+        ([], [KILLED, LOST, STOPPED, (0, False)], 0),
+        ([], [(77, False)], 77),
+        ([], [LOST, (75, True)], 75),
+        ([], [LOST, UserError("no nodes")], 76),
+        (["launcher.max_restarts=1"], [LOST, LOST], 76),
+        (["training.time_limit_s=60"], [LOST, STOPPED], 75),
+        (["training.hard_stop=2"], [LOST, STOPPED], 75),
+    ],
+    ids=["lost", "diverged", "a signal", "no nodes", "too often", "its time is over", "its last step"],
+)
+def test_ends_behind_which_a_run_starts_again(words, ends, code, starts, capsys):
+    begun, found = starts(ends, *words)
+    assert (len(begun), found) == (sum(not isinstance(each, UserError) for each in ends), code)
+    assert ("launcher.max_restarts=1 are used up" in capsys.readouterr().err) == bool(words and "max" in words[0])
+
+
+@pytest.mark.parametrize(("step", "steps"), [(2, [2, 2, None, None]), (4, [4, None, None, None])])
+def test_a_start_that_came_to_no_step_begins_where_the_user_said(step, steps, starts):
+    """The second one has put the newer steps aside; from then on each goes on from the newest. So it is from the second
+    start on where nothing is newer."""
+    begun, _ = starts([LOST, LOST, LOST, (0, False)], step=step)
+    assert begun == steps
 
 
 @pytest.fixture
