@@ -46,9 +46,9 @@ from tunix.plan.ranking import (
 )
 from tunix.processes import peers
 from tunix.processes.rollcall import list_versions
-from tunix.processes.watchdog import Watchdog, listening
+from tunix.processes.watchdog import Watchdog, limit_time, listening
 from tunix.run.compiling import CompiledSteps, Compiler, StartClock, describe_memory, keep_programs, list_unfit_settings
-from tunix.run.early_stopping import EVALUATED, PLANNED, REASONS, Moment, check_time_limit, find_ending, list_unreached
+from tunix.run.early_stopping import EVALUATED, PLANNED, REASONS, Moment, find_ending, list_unreached
 from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, watch_folder, write_record
 from tunix.run.goodput import SPLIT, Goodput
 from tunix.run.metrics import Metrics, StepLog, read_peak_memory_gib
@@ -525,6 +525,7 @@ class Loop:
             return last
         self.setup.compiler.has_step = True
         batch, numbers = self._next_batch()
+        limit_time(self.setup.cfg.training.time_limit_s, self.start_time)  # here, so that each start makes a step
         for step in range(first, last + 1):
             if step in self.compiled.changes:  # the batch has another shape from now on
                 with self.step_log.pause():
@@ -541,7 +542,6 @@ class Loop:
             self.step_log.record_start(step, scalars, numbers)
             self._trace(step, train_step)
             if step < last and step != self.setup.cfg.training.hard_stop:  # no rollout that nobody would learn from
-                check_time_limit(self._make_moment(step))
                 # A source gives up when it is asked to stop, or fails: the run ends below, after this step.
                 try:
                     batch, numbers = self._next_batch()
@@ -602,9 +602,8 @@ class Loop:
 
     def _make_moment(self, step: int) -> Moment:
         """Return the run after a step, as reasons to end it see it."""
-        cfg, progress, elapsed_s = self.setup.cfg, self.progress, time.monotonic() - self.start_time
-        line = self.step_log.last
-        return Moment(cfg, self.folder, step, line, progress.improvement, elapsed_s, self.source, progress.failure)
+        cfg, progress, line = self.setup.cfg, self.progress, self.step_log.last
+        return Moment(cfg, self.folder, step, line, progress.improvement, self.source, progress.failure)
 
     def _is_over(self, step: int) -> bool:
         """Ask the reasons to end, evaluate and save, as far as each is due after `step`; True if the run is finished.

@@ -432,7 +432,7 @@ def test_a_stop_waits_for_the_end_of_a_rollout(monkeypatch):
 
     monkeypatch.setattr("tunix.processes.watchdog.stop_requested", lambda: "SIGTERM")
     cfg = compose([*TASK, *ONE]).config
-    ends = [check_stop_request(Moment(cfg, Path("run"), step, {}, {}, 0.0, Halfway())) for step in (3, 4)]  # type: ignore[abstract]
+    ends = [check_stop_request(Moment(cfg, Path("run"), step, {}, {}, Halfway())) for step in (3, 4)]  # type: ignore[abstract]
     assert ends[0] is None
     assert "saved after step 4" in str(ends[1])
 

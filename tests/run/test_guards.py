@@ -16,6 +16,7 @@ from tunix.checkpoints.checkpoint import Improvement
 from tunix.checkpoints.store import find_parts, find_storage, read_about
 from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
+from tunix.processes import watchdog
 from tunix.run.early_stopping import (
     Moment,
     check_failure,
@@ -134,24 +135,36 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
 
 def test_no_rollout_is_drawn_behind_a_stop(monkeypatch):
     """Its answers would stand in samples.jsonl, and `resume` would draw them again: none is begun behind
-    training.hard_stop, and behind training.time_limit_s a source hears of the stop first.
+    training.hard_stop, and behind training.time_limit_s a source hears of the stop, also while it draws answers: that
+    may take an hour. The first ones are drawn: each start makes a step.
     """
-    happened = []
-    monkeypatch.setattr(trainer.Loop, "_is_over", lambda _, step: step == 4)
-    monkeypatch.setattr("tunix.processes.watchdog.request_stop", happened.append)
-    cfg = compose(["training.hard_stop=4", "training.max_steps=8", "training.time_limit_s=0.001"]).config
+    clock, heard = [0.0], []
+
+    def draw(_: dict) -> tuple[dict, None]:
+        heard.append(watchdog.stop_requested())
+        clock[0] += 60.0
+        heard.append(watchdog.stop_requested())
+        return {}, None
+
+    monkeypatch.setattr(trainer.Loop, "_is_over", lambda _, step: step == 5)
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    cfg = compose(["training.hard_stop=5", "training.max_steps=8", "training.time_limit_s=100"]).config
     parts = dict.fromkeys(trainer.Loop.__dataclass_fields__) | {
         "setup": SimpleNamespace(cfg=cfg, compiler=SimpleNamespace()),
         "start_time": 0.0,
-        "progress": SimpleNamespace(last=8, improvement=None, failure=None, start=SimpleNamespace(step=2), state={}),
-        "source": SimpleNamespace(phase="", waits_for_state=False, next=lambda _: ({}, happened.append("batch"))),
-        "step_log": SimpleNamespace(record_start=lambda *_: None, last={}),
+        "progress": SimpleNamespace(last=8, failure=None, start=SimpleNamespace(step=2), state={}),
+        "source": SimpleNamespace(phase="", waits_for_state=False, next=draw),
+        "step_log": SimpleNamespace(record_start=lambda *_: None),
         "compiled": SimpleNamespace(changes=(), is_ready=lambda *_: True, for_batch=lambda *_: lambda *old: old),
         "watchdog": SimpleNamespace(phase=lambda _: nullcontext(), step=lambda _: None),
         "trace": SimpleNamespace(edges=()),
     }
-    assert trainer.Loop(**parts).run() == 4
-    assert happened == ["batch", "training.time_limit_s=0.001", "batch"]  # of steps 3 and 4
+    reason = "training.time_limit_s=100"
+    with watchdog.listening():
+        assert trainer.Loop(**parts).run() == 5
+    assert heard == [None, None, None, reason, reason, reason]  # of steps 3, 4 and 5
+    with watchdog.listening():
+        assert watchdog.stop_requested() is None  # of the next point of a sweep
 
 
 def numbers(folder: Path) -> list[dict]:
@@ -249,7 +262,7 @@ def test_a_run_ends_behind_as_many_spikes_as_it_allows():
 
     def find(spikes, *reasons):
         source = SimpleNamespace(can_stop=lambda step: True)
-        moment = Moment(cfg, Path("run"), 8, {"step": 7, "spikes": spikes}, Improvement(), 0.0, source)
+        moment = Moment(cfg, Path("run"), 8, {"step": 7, "spikes": spikes}, Improvement(), source)
         return find_ending(moment, [*reasons, check_spikes])
 
     assert find(1) is None
@@ -262,7 +275,7 @@ def test_a_run_ends_behind_more_skipped_steps_than_it_allows():
     cfg = compose(["training.max_skipped_steps=2"]).config
     source = SimpleNamespace(samples=lambda step: range(4 * step, 4 * step + 4))
     ends = [
-        check_skipped_steps(Moment(cfg, Path("run"), 8, {"step": 7, "skipped": row}, Improvement(), 0.0, source))
+        check_skipped_steps(Moment(cfg, Path("run"), 8, {"step": 7, "skipped": row}, Improvement(), source))
         for row in (0, 2, 3)
     ]
     assert ends[:2] == [None, None]
@@ -272,7 +285,7 @@ def test_a_run_ends_behind_more_skipped_steps_than_it_allows():
 
 def test_a_run_that_is_resumed_is_past_its_hard_stop():
     cfg = compose(["training.hard_stop=8"]).config
-    ends = [check_hard_stop(Moment(cfg, Path("run"), step, {}, Improvement(), 0.0, None)) for step in (7, 8, 9)]
+    ends = [check_hard_stop(Moment(cfg, Path("run"), step, {}, Improvement(), None)) for step in (7, 8, 9)]
     assert [end and str(end) for end in ends] == [None, "training.hard_stop=8: saved; go on with resume=run", None]
 
 
@@ -282,7 +295,7 @@ def test_within_a_rollout_no_run_ends(check):
     cfg, failure = compose(["evaluation.patience=2"]).config, RolloutFailed("the judge is away")
     for can_stop in (False, True):
         source = SimpleNamespace(can_stop=lambda step, can_stop=can_stop: can_stop)
-        found = check(Moment(cfg, Path("run"), 8, {}, Improvement(0.5, 2), 0.0, source, failure))
+        found = check(Moment(cfg, Path("run"), 8, {}, Improvement(0.5, 2), source, failure))
         assert (found is not None) == can_stop
 
 

@@ -48,14 +48,15 @@ log = logging.getLogger(__name__)
 _stop_signals: list[str] = []
 _agreed: list[str] = []  # why all processes stop, once they know that they do
 _failures: list[str] = []  # reasons of this process to stop that are failures
+_time_limits: list[tuple[float, float]] = []  # training.time_limit_s, and when it is over, by time.monotonic()
 _polls = count(1)
 
 
 @contextmanager
 def listening() -> Iterator[None]:
     """Let the stop signals ask the run to save and stop; after `peers.join`, which replaces the handlers."""
-    _stop_signals.clear()
-    _agreed.clear()
+    for state in (_stop_signals, _agreed, _time_limits):
+        state.clear()
     # With several processes JAX's own handler of SIGTERM stays: it tells the other processes.
     numbers = [number for number in STOP_SIGNALS if number != signal.SIGTERM or jax.process_count() == 1]
     try:
@@ -63,6 +64,12 @@ def listening() -> Iterator[None]:
             yield
     finally:
         _failures.clear()  # they say nothing about what the process does next
+
+
+def limit_time(limit_s: float | None, start_time: float) -> None:
+    """Let `stop_requested` ask the run to stop `limit_s` after `start_time`, which is a time.monotonic()."""
+    if limit_s is not None:
+        _time_limits.append((limit_s, start_time + limit_s))
 
 
 def request_stop(reason: str, fails: bool = False) -> None:
@@ -97,6 +104,9 @@ def stop_requested() -> str | None:
     Every process calls it at the same places of the program: after each step, and while answers are drawn. Once there
     is a reason, each later call returns it too.
     """
+    for limit_s, end in _time_limits:
+        if time.monotonic() > end:
+            request_stop(f"training.time_limit_s={limit_s:g}")
     if jax.process_count() == 1:
         return _stop_signals[0] if _stop_signals else None
     # JAX answers yes for one number: the largest that any process has asked for when the signal comes, plus 1. So the

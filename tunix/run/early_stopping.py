@@ -25,17 +25,8 @@ class Moment:
     # running: a reason that looks at numbers may come one step late.
     record: dict[str, Any]
     improvement: Improvement  # of the held-out loss, up to the newest evaluation
-    elapsed_s: float  # since the program began
     source: BatchSource
     failure: RolloutFailed | None = None  # of the next rollout, or of held-out answers
-
-
-def check_time_limit(now: Moment) -> Ending | None:
-    """Ask all processes to stop once `training.time_limit_s` is over; `check_stop_request` then ends them together."""
-    limit = now.cfg.training.time_limit_s
-    if limit is not None and now.elapsed_s > limit:
-        watchdog.request_stop(f"training.time_limit_s={limit:g}")
-    return None
 
 
 def _add_way_on(failure: object, now: Moment) -> str:
@@ -132,7 +123,7 @@ def check_patience(now: Moment) -> Ending | None:
 # would leave the others waiting in the next step. After every step the loop asks `REASONS`. If none of them holds, it
 # evaluates, where that is due; then it asks `PLANNED`, and after an evaluation `EVALUATED` too.
 Reason = Callable[[Moment], Ending | None]
-REASONS: list[Reason] = [check_failure, check_time_limit, check_stop_request, check_skipped_steps, check_spikes]
+REASONS: list[Reason] = [check_failure, check_stop_request, check_skipped_steps, check_spikes]
 PLANNED: list[Reason] = [check_hard_stop]
 EVALUATED: list[Reason] = [check_patience]
 
