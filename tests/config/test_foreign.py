@@ -29,6 +29,7 @@ def check_words(words: str) -> None:
     assert {key for key in keys if not key.startswith("evaluation.sets.")} <= LEGAL
     if not any(name in words for name in OWN_NAMES):
         needed = ["task=grpo"] if words.startswith("task.") else []
+        needed += ["model.lora.rank=8"] if words.startswith("model.lora.quantize_base=") else []
         needed += ["model=tiny_moe"] if words.startswith("model.expert_") else []
         compose([*needed, *(GRPO if re.search("^(task|sampling)", words) else []), *shlex.split(words)])
 
@@ -97,6 +98,26 @@ def test_no_key_of_ours_is_taken_for_another():
         ("scheduler=cosine", "here it is scheduler=warmup_cosine"),
         ("optimizer=adam", "here it is optimizer=adamw"),
         ("task=rloo", "here it is task=grpo task.advantage=leave_one_out"),
+        ("task=orpo", "here it is task=dpo task.objective=orpo"),
+        ("task=SFT", "did you mean sft?"),
+        ("data=huggingface", "here it is data=hf data.path=NAME"),
+        ("data.format=alpaca", "here it is task=sft data=jsonl data.paths=[FILE]"),
+        ("data.held_out=0.1", "did you mean data.held_out_fraction?"),
+        ("checkpoint.every=100", "here it is checkpoint.save_every_steps=100"),
+        ("evaluation.every=100", "did you mean evaluation.every_steps?"),
+        ("loss_weights=[0.8,0.2]", "here it is task=dpo task.sft_weight: one objective is trained"),
+        ("model.attention=flash_attention_2", "here it is model.attention=auto"),
+        ("model.lora.rank=8 model.lora.targets=all-linear", "here it is model.lora.targets='attention|mlp'"),
+        ("model.lora.rank=8 model.lora.targets=[attention.q,mlp]", """ "model.lora.targets='attention.q|mlp'" matches any"""),
+        ("model.lora.rank=8 model.lora.quantize_base=4bit", "here it is model.lora.quantize_base=nf4"),
+        ("logging.sinks=wandb", "a list of one is logging.sinks=[wandb]"),
+        ("training.offload=cpu", "here it is training.offload=optimizer"),
+        ("training.seq_len=4k", "in digits it is training.seq_len=4000 (or 4096)"),
+        ("training.max_tokens=1.5B", "in digits it is training.max_tokens=1500000000"),
+        ("training.time_limit_s=1.5h", "in digits it is training.time_limit_s=5400"),
+        ("model.mesh_shape=[[4,2],[data,model]]", "unknown axis 'data'; axes are pp, dp, fsdp, ep, cp, tp; did you mean dp?"),
+        ("training.compiler_options=xla", "expected a mapping like {key: value}"),
+        ("resume=true", "resume=latest is the last run of a project"),
         ("+training.sync_gradients_every=2", "+training.sync_gradients_every: the config has this key already; write it without +"),
         ("wandb.enabled=true", "unknown key wandb.enabled; docs/config.md lists all keys"),
         ("trainer.weight_decay=0.1", "unknown key trainer.weight_decay; did you mean optimizer.weight_decay?"),
@@ -132,7 +153,7 @@ def test_no_key_of_ours_is_taken_for_another():
 )  # fmt: skip
 def test_answers(word, answer):
     with pytest.raises(UserError) as error:
-        compose([word])
+        compose(word.split(" ") if re.match(r"\S+ \w[\w.]*=", word) else [word])
     assert answer in str(error.value)
     assert "\n" not in str(error.value)
 

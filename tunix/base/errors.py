@@ -13,8 +13,9 @@ from typing import Any
 
 def did_you_mean(value: str, choices: list[str]) -> str:
     """Return "; did you mean CHOICE?" for the choice nearest to `value`; empty if none is near."""
-    matches = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    by_lower = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=0.5)
+    return f"; did you mean {by_lower[matches[0]]}?" if matches else ""
 
 
 FEW = 20  # choices that a message names

@@ -267,7 +267,7 @@ def _read_file() -> dict:
 # Last parts of names that say nothing without their section: wandb.enabled is no profile.enabled.
 SAYS_LITTLE = (
     *("enabled", "enable", "value", "interval", "freq", "keep", "mode", "name", "type", "format", "path", "paths"),
-    *("n", "id", "args", *axis_names()),
+    *("n", "id", "args", "every", *axis_names()),
 )
 
 
@@ -542,6 +542,7 @@ EXPECTED = {
     "string_too_short": "expected text that is not empty",
     "tuple_type": "expected a list like [a,b]",
     "model_type": "expected a mapping like {{key: value}}",
+    "dict_type": "expected a mapping like {{key: value}}",
     "too_short": "give at least one",
     "greater_than_equal": "expected a number of at least {ge}",
     "greater_than": "expected a number above {gt}",
@@ -605,8 +606,27 @@ def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
     hint = find_value(key, str(value)) or mark + meant
     if kind == "string_type" and isinstance(value, bool) and not key[-1].isdigit():  # that of an entry of a list
         hint = hint or f"; as text it is {quote_word(key, as_typed(value))}"
+    if kind == "string_type" and isinstance(value, list | tuple):
+        any_of = quote_word(key, "|".join(map(str, value)))
+        hint = hint or f"; if it is a regular expression, {any_of} matches any of them"
+    if kind == "tuple_type" and isinstance(value, str) and value:
+        hint = hint or f"; a list of one is {key}=[{value}]"
+    if kind in ("int_parsing", "float_parsing"):
+        hint = hint or _write_out(key, str(value), kind == "int_parsing")
     prefix = f"{key}={as_typed(value)}" if key else ""  # empty where a file holds no mapping at all
     return _Mistake(prefix, message[0].lower() + message[1:], hint, allows_null and kind in EXPECTED)
+
+
+def _write_out(key: str, text: str, is_whole: bool) -> str:
+    """Return a number with a unit (4k, 1B, 10%, and 1h where the key counts seconds) in digits, to end a message."""
+    number, unit = re.fullmatch(r"([0-9.]*)\s*(.*)", text.lower(), re.DOTALL).groups()  # type: ignore[union-attr]
+    factors: dict[str, float] = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+    if not key.endswith("_s"):
+        factors = {"%": 0.01, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    if (unit == "%" and is_whole) or unit not in factors or not re.fullmatch(r"\d+(\.\d+)?", number):
+        return ""
+    digits = f"{float(number) * factors[unit]:.15g}"
+    return f"; in digits it is {key}={digits}{f' (or {float(number) * 1024:.15g})' if unit == 'k' else ''}"
 
 
 def find_foreign(key: str, value: str | None) -> str:
@@ -737,6 +757,9 @@ def describe_unknown_key(
     for word, choices, cutoff in guesses:
         if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
             return f"unknown key {key}; did you mean {choices[near[0]]}?"
+    longer = [name for name in local if head and f"_{leaf}_" in f"_{name}_"]  # data.held_out
+    if len(longer) == 1:
+        return f"unknown key {key}; did you mean {local[longer[0]]}?"
     if is_entry(head):
         return f"unknown key {key}; its keys are {', '.join(local)}"
     entries = "docs/config.md lists all keys" if root is Config else f"keys are {', '.join(valid)}"

@@ -266,6 +266,8 @@ def find_resume_point(value: str, project: str | None, key: str = "resume") -> t
         parents = path.parents[:3] if path.exists() else ()
         above = next((each for each in parents if (each / "config.yaml").is_file()), None)
         hint = f"; did you mean {key}={above}?" if above else ""
+        if not path.exists():
+            hint = f"; {key}=latest is the last run of a project"
         raise UserError(f"{key}={value}: {path} is not a run's folder (it has no config.yaml){hint}")
     return path, step
 
