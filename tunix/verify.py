@@ -18,16 +18,20 @@ import sys
 from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 from rich.table import Table
 
-from tunix.base.errors import UserError
-from tunix.base.files import read_yaml
+from tunix.base.buckets import is_address
+from tunix.base.digests import FILE, VERIFIED, Damaged, check_files, list_files, walk_digests
+from tunix.base.errors import UserError, name_first
+from tunix.base.files import expand_home, is_whole_number, read_yaml
 from tunix.base.progress import announcing
 from tunix.base.text import print_table
-from tunix.checkpoints.store import check_everything
+from tunix.checkpoints.bucket import Bucket
+from tunix.checkpoints.store import find_storage
 from tunix.config import Config, command_line, compose
 from tunix.config.compose import add_search_path
 from tunix.config.saved_runs import find_run
@@ -221,6 +225,61 @@ def _print_report(trials: list[Trial], tolerance: float) -> int:
         first_step = f" ({at_first:.2e} in the first step)" if num_steps > 1 else ""
         print(f"largest relative difference {max_difference:.2e}{first_step}, {verdict} the tolerance of {tolerance:g}")
     return int(max_difference > tolerance)
+
+
+def check_everything(source: str) -> tuple[list[str], bool]:
+    """Compare a run (or one of its checkpoints), an export or a prepared corpus with its digests.
+
+    Returns:
+        A line for each checkpoint or folder, and True if nothing is damaged.
+
+    Raises:
+        UserError: the folder is none of these, or it has no digests.
+    """
+    lines, is_intact = [], True
+    for folder, is_checkpoint in _find_folders(source):
+        name, files = str(folder), f", {len(list_files(folder))} files"
+        try:
+            if is_checkpoint:
+                storage, step = find_storage(folder)
+                name, files = f"{storage.folder}/{step}", "" if isinstance(storage, Bucket) else files
+                size = storage.check(step, 0, 1)
+            else:
+                size = check_files([folder / FILE])
+                named = {folder / FILE, folder / VERIFIED, *(path for path, _ in walk_digests([folder / FILE]))}
+                others = [path.relative_to(folder) for path in list_files(folder) if path not in named]
+                added = f"; {name_first(others)} came later" if others else ""
+                files = f", {len(named) - 1} files{added}"
+        except Damaged as damage:
+            lines.append(f"DAMAGED {name}: {damage}")
+            is_intact = False
+            continue
+        result = "no digests (an older version wrote it); it can be read"
+        if size is not None:
+            result = f"as written, {size / 2**30:.3f} GiB read"
+        lines.append(f"{name}: {result}{files}")
+    return lines, is_intact
+
+
+def _find_folders(source: str) -> list[tuple[Path, bool]]:
+    """Return the folders to check, each with True if it is a checkpoint."""
+    if run := find_run(source):
+        # Files and links to nothing with such a name are listed too: whoever wants to know is told that they are wrong.
+        steps = sorted(int(path.name) for path in (run[0] / "checkpoints").glob("*") if is_whole_number(path.name))
+        requested = steps if run[1] is None else [run[1]]
+        if not steps or not {*requested} <= {*steps}:
+            entries = f"the run has {', '.join(map(str, steps))}" if steps else f"{run[0]} has none yet"
+            raise UserError(f"checkpoint={source}: there is no such checkpoint; {entries}")
+        return [(run[0] / "checkpoints" / str(step), True) for step in requested]
+    if is_address(source):
+        raise UserError(f"checkpoint={source} is no run, and only runs are compared in a bucket; copy it here")
+    folder = expand_home(source)
+    if not (folder / FILE).is_file():
+        missing = FILE if folder.is_dir() else "such folder"
+        raise UserError(
+            f"checkpoint={source}: there is no {missing}; expected the folder of a run, an export or a prepared corpus"
+        )
+    return [(folder, False)]
 
 
 def _read_meshes(text: str) -> list[Any]:

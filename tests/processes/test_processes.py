@@ -14,13 +14,13 @@ from support.processes import End, Processes
 
 import tunix
 from tunix.base.digests import VERIFIED
-from tunix.checkpoints.store import check_everything
 from tunix.config import Export, Generate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.data.dataset import prepare_corpus
 from tunix.export import export
 from tunix.generate import generate
+from tunix.verify import check_everything
 
 pytestmark = pytest.mark.slow
 RUN_WORDS = [*PAIR, "training.global_batch_size=4", "evaluation.num_sequences=4"]

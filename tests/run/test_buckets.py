@@ -32,7 +32,7 @@ from tunix.base.errors import UserError
 from tunix.checkpoints import bucket
 from tunix.checkpoints.folders import Folder
 from tunix.checkpoints.root import check_root, write_root
-from tunix.checkpoints.store import WAITING, Record, check_everything, open_store
+from tunix.checkpoints.store import WAITING, Record, open_store
 from tunix.config import Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
@@ -40,6 +40,7 @@ from tunix.config.saved_runs import SECTIONS, find_run, split_step
 from tunix.data.files import find_files, open_unpacked
 from tunix.export import export
 from tunix.run.folder import write_config
+from tunix.verify import check_everything
 
 INFO_FILES = {"position": {"step": 3}, "config": {"seed": 0}}
 TWO = ["model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true"]

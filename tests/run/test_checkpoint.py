@@ -20,7 +20,7 @@ import tunix
 from tunix.average import average, average_weights
 from tunix.base.errors import Stopped, UserError
 from tunix.checkpoints.checkpoint import Improvement
-from tunix.checkpoints.store import check_everything, find_parts, find_storage
+from tunix.checkpoints.store import find_parts, find_storage
 from tunix.config import Average, Evaluate, Export, Generate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
@@ -31,6 +31,7 @@ from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.generate import generate
 from tunix.inference.pretrained import find_checkpoint
+from tunix.verify import check_everything
 
 FLOAT32 = "dtype=float32"
 EXPERTS = (

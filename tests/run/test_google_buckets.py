@@ -17,11 +17,11 @@ from tunix.base import buckets
 from tunix.base.errors import UserError
 from tunix.checkpoints.bucket import Objects
 from tunix.checkpoints.root import check_root
-from tunix.checkpoints.store import check_everything
 from tunix.config import Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.export import export
+from tunix.verify import check_everything
 
 HOME = f"gs://{BUCKET}/run"
 WORDS = [  # layers of both kinds: the run is exported as a Gemma 3

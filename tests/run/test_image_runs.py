@@ -19,7 +19,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tunix
 from tunix.base.errors import UserError
 from tunix.checkpoints.checkpoint import check_same
-from tunix.checkpoints.store import check_everything
 from tunix.config.compose import compose
 from tunix.data.batches import Position
 from tunix.data.dataset import load_corpus
@@ -33,7 +32,7 @@ from tunix.training.choices import build_mesh
 from tunix.training.logprobs import compute_token_log_probs
 from tunix.training.scores import score_documents
 from tunix.training.train_spec import assemble
-from tunix.verify import verify
+from tunix.verify import check_everything, verify
 
 SHAPES = [
     *RUN, *ONE_LAYER, *SEES, ONE_DEVICE, "distributed.allow_idle_devices=true", "data=shapes", "data.num_rows=60",

@@ -18,7 +18,7 @@ from tunix.base.digests import FILE
 from tunix.base.errors import UserError
 from tunix.base.forms import FORMS, KEY, read_signature
 from tunix.checkpoints.root import check_root
-from tunix.checkpoints.store import check_everything, open_store
+from tunix.checkpoints.store import open_store
 from tunix.config import Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
@@ -28,6 +28,7 @@ from tunix.export import export
 from tunix.huggingface.config_json import read_config
 from tunix.inference.pretrained import load_pretrained
 from tunix.rl.samples_page import Choice, make_page, read_run
+from tunix.verify import check_everything
 
 VERSIONS = "0_1_0", "0979945"
 OURS = re.escape(read_version())

@@ -29,15 +29,14 @@ import jax
 import numpy as np
 
 from tunix.base.buckets import is_address
-from tunix.base.digests import FILE, VERIFIED, Damaged, check_files, list_files, walk_digests
+from tunix.base.digests import Damaged
 from tunix.base.errors import UserError, first_line, name_first
-from tunix.base.files import expand_home, is_whole_number, list_numbers, parse_json
+from tunix.base.files import list_numbers, parse_json
 from tunix.base.forms import reject_newer_form
 from tunix.checkpoints.bucket import Bucket, name_array
 from tunix.checkpoints.folders import Folder, OneHostFolder, read_together
 from tunix.config import Checkpoint
 from tunix.config.compose import format_resume
-from tunix.config.saved_runs import find_run
 from tunix.processes import peers, watchdog
 from tunix.training.state import State
 
@@ -455,58 +454,3 @@ def describe_unreadable(checkpoint: Path, key: str = "checkpoint") -> Iterator[N
     except Exception as error:  # Orbax has no kind of its own
         reason = first_line(error)[:400]
         raise UserError(f"{key}: {checkpoint} cannot be read: {reason}") from error
-
-
-def check_everything(source: str) -> tuple[list[str], bool]:
-    """Compare a run (or one of its checkpoints), an export or a prepared corpus with its digests.
-
-    Returns:
-        A line for each checkpoint or folder, and True if nothing is damaged.
-
-    Raises:
-        UserError: the folder is none of these, or it has no digests.
-    """
-    lines, is_intact = [], True
-    for folder, is_checkpoint in _find_folders(source):
-        name, files = str(folder), f", {len(list_files(folder))} files"
-        try:
-            if is_checkpoint:
-                storage, step = find_storage(folder)
-                name, files = f"{storage.folder}/{step}", "" if isinstance(storage, Bucket) else files
-                size = storage.check(step, 0, 1)
-            else:
-                size = check_files([folder / FILE])
-                named = {folder / FILE, folder / VERIFIED, *(path for path, _ in walk_digests([folder / FILE]))}
-                others = [path.relative_to(folder) for path in list_files(folder) if path not in named]
-                added = f"; {name_first(others)} came later" if others else ""
-                files = f", {len(named) - 1} files{added}"
-        except Damaged as damage:
-            lines.append(f"DAMAGED {name}: {damage}")
-            is_intact = False
-            continue
-        result = "no digests (an older version wrote it); it can be read"
-        if size is not None:
-            result = f"as written, {size / 2**30:.3f} GiB read"
-        lines.append(f"{name}: {result}{files}")
-    return lines, is_intact
-
-
-def _find_folders(source: str) -> list[tuple[Path, bool]]:
-    """Return the folders to check, each with True if it is a checkpoint."""
-    if run := find_run(source):
-        # Files and links to nothing with such a name are listed too: whoever wants to know is told that they are wrong.
-        steps = sorted(int(path.name) for path in (run[0] / "checkpoints").glob("*") if is_whole_number(path.name))
-        requested = steps if run[1] is None else [run[1]]
-        if not steps or not {*requested} <= {*steps}:
-            entries = f"the run has {', '.join(map(str, steps))}" if steps else f"{run[0]} has none yet"
-            raise UserError(f"checkpoint={source}: there is no such checkpoint; {entries}")
-        return [(run[0] / "checkpoints" / str(step), True) for step in requested]
-    if is_address(source):
-        raise UserError(f"checkpoint={source} is no run, and only runs are compared in a bucket; copy it here")
-    folder = expand_home(source)
-    if not (folder / FILE).is_file():
-        missing = FILE if folder.is_dir() else "such folder"
-        raise UserError(
-            f"checkpoint={source}: there is no {missing}; expected the folder of a run, an export or a prepared corpus"
-        )
-    return [(folder, False)]
