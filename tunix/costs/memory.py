@@ -648,13 +648,8 @@ def _trace_residuals(train_spec: TrainSpec) -> int:
     if teacher is not None:
         sizes += teacher.arch.model.dims.values() if isinstance(teacher, Teacher) else [teacher.top_k]
     prime = next(prime for prime in MARKS if all(size % prime for size in sizes if size))
-    # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
-    # queries, so a long sequence takes long to trace: a part of it is traced, and counted several times.
-    times, length = 1, train_spec.batch.seq_len
-    shards = length // find_shard_shape((length,), layout.activation(STREAM_TOKENS), mesh)[0]
-    while length % (2 * times * shards) == 0 and length // (2 * times) >= LONG * token_shards(mesh.shape):
-        times *= 2
-    shape = BatchShape(1, prime * data_shards(mesh.shape), length // times)
+    times = _count_equal_parts(train_spec.batch.seq_len, layout, mesh)
+    shape = BatchShape(1, prime * data_shards(mesh.shape), train_spec.batch.seq_len // times)
     batch = abstract_arrays(find_loss_kind(cfg).fields, shape, mesh) | train_spec.abstract_shared
 
     def is_kept(leaf: jax.ShapeDtypeStruct) -> bool:
@@ -671,6 +666,19 @@ def _trace_residuals(train_spec: TrainSpec) -> int:
     num_bytes = times * count_bytes(residuals, text)
     num_bytes += count_bytes(residuals_of_images, batch) if IMAGES in batch else 0
     return num_bytes - cfg.model.num_layers * _count_stream_bytes(train_spec) if remat.on_host else num_bytes
+
+
+def _count_equal_parts(length: int, layout: Layout, mesh: AnyMesh) -> int:
+    """Return into how many parts a sequence is cut of which one is traced, and counted as often.
+
+    What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
+    queries, so a long sequence takes long to trace.
+    """
+    times = 1
+    shards = length // find_shard_shape((length,), layout.activation(STREAM_TOKENS), mesh)[0]
+    while length % (2 * times * shards) == 0 and length // (2 * times) >= LONG * token_shards(mesh.shape):
+        times *= 2
+    return times
 
 
 def _count_stream_bytes(train_spec: TrainSpec) -> int:

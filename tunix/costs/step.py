@@ -118,7 +118,10 @@ def _count_pipeline_flops(train_spec: TrainSpec, flops: float, in_blocks: float,
     """
     model, pipeline = train_spec.cfg.model, train_spec.choices.pipeline
     in_all = (2 if model.lora.rank else 3) * logits  # a frozen table has no gradient
-    first = _compute_first_share(train_spec)
+    # The share of the blocks' products that are in layers before the stages.
+    stacked = [weight for weight in jax.tree.leaves(train_spec.arch.weights) if weight.equation.is_stacked]
+    first = sum(weight.size * weight.used for weight in stacked if weight.equation.is_before_stages)
+    first /= sum(weight.size * weight.used for weight in stacked)
     on_stages = (1 - first) * (flops - in_all + pipeline.recompute_runs * in_blocks)
     recompute = ((1 - first) * pipeline.recompute_runs + first) * in_blocks
     return recompute + on_stages * (pipeline.iterations_per_microbatch - 1)
@@ -149,13 +152,6 @@ def _count_repeated_flops(train_spec: TrainSpec, num_tokens: float) -> float:
             passes = 2 + is_trained + find_loss_kind(cfg).logits_again
         repeated += 2.0 * weight.size * weight.used * num_tokens * passes * (repeats - 1)
     return repeated
-
-
-def _compute_first_share(train_spec: TrainSpec) -> float:
-    """Return the share of the blocks' products that are in layers before the stages."""
-    stacked = [weight for weight in jax.tree.leaves(train_spec.arch.weights) if weight.equation.is_stacked]
-    first = sum(weight.size * weight.used for weight in stacked if weight.equation.is_before_stages)
-    return first / sum(weight.size * weight.used for weight in stacked)
 
 
 # Values of the keys of training that say how many sequences there are, for one sequence per data shard.

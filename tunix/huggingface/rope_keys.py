@@ -107,21 +107,7 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     Raises:
         ValueError: a key or value that is not understood.
     """
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(raw.get(key), dict | None):
-            raise ValueError(f"{key}={raw[key]} is not a JSON object")
-    given, scaling = raw.get("rope_parameters") or family.absent.get("rope_parameters"), raw.get("rope_scaling") or {}
-    nearby = {"rope_theta": raw.get("rope_local_base_freq")}  # of local layers
-    # As in transformers 5: of both, rope_scaling is taken; it is part of what layers with full attention have, where
-    # the parameters stand by the kind of layer. Families that never had another form take rope_parameters alone.
-    if not given or (scaling and not family.local_rope):
-        everywhere = {"rope_theta": raw["rope_theta"], **scaling}
-    else:
-        everywhere = given.get(FULL, given) | ({} if "rope_parameters" in family.absent else scaling)
-        nearby = given.get(SLIDING, nearby)
-    if nearby.get("rope_type", "default") != "default":
-        raise ValueError(f"rope_parameters of {SLIDING}: rope_type={nearby['rope_type']} is not understood")
-    params = dict(everywhere)
+    params, nearby = _find_parameters(raw, family)
     theta = params.pop("rope_theta", raw["rope_theta"])
     kind = params.pop("rope_type", params.pop("type", "default"))
     kind = ROPE_SYNONYMS.get(kind, kind)
@@ -171,6 +157,25 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
             raise ValueError("mrope_interleaved=False is not supported; it must be true")
     local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 and family.local_rope else None
     return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling} | rotated | grown | sections
+
+
+def _find_parameters(raw: dict[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters of RoPE as config.json has them: of all or of global layers, and of local layers."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key), dict | None):
+            raise ValueError(f"{key}={raw[key]} is not a JSON object")
+    given, scaling = raw.get("rope_parameters") or family.absent.get("rope_parameters"), raw.get("rope_scaling") or {}
+    nearby = {"rope_theta": raw.get("rope_local_base_freq")}
+    # As in transformers 5: of both, rope_scaling is taken; it is part of what layers with full attention have, where
+    # the parameters stand by the kind of layer. Families that never had another form take rope_parameters alone.
+    if not given or (scaling and not family.local_rope):
+        everywhere = {"rope_theta": raw["rope_theta"], **scaling}
+    else:
+        everywhere = given.get(FULL, given) | ({} if "rope_parameters" in family.absent else scaling)
+        nearby = given.get(SLIDING, nearby)
+    if nearby.get("rope_type", "default") != "default":
+        raise ValueError(f"rope_parameters of {SLIDING}: rope_type={nearby['rope_type']} is not understood")
+    return dict(everywhere), nearby
 
 
 def _merge_magnitudes(params: dict[str, Any]) -> float | None:

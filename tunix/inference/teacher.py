@@ -238,7 +238,12 @@ def _compute_missing(
     )  # fmt: skip
     peers.together(lambda: check_disk_space(folder, num_bytes), "looking at the disk")
     params = load_teacher(train_spec, mesh, corpus.tokenizer)
-    compute = jax.jit(partial(_compute_top_k, teacher, chunk_size=train_spec.cfg.training.loss_chunk_size))
+
+    @jax.jit
+    def compute(params: Any, rows: Any) -> list[jax.Array]:
+        found = teacher.compute_top_k(params, rows, train_spec.cfg.training.loss_chunk_size)
+        return [reshard(array, PartitionSpec()) for array in found]
+
     written, reported = 0, start_time
     for files, numbers in missing:
         for number in numbers:
@@ -252,10 +257,6 @@ def _compute_missing(
     size = sum(path.stat().st_size for path in list_files(folder))
     seconds = time.perf_counter() - start_time
     log.info("teacher: %s rows in %.1f s; %s has %s bytes", f"{num_rows:,}", seconds, folder, f"{size:,}")
-
-
-def _compute_top_k(teacher: OfflineTeacher, params: Any, rows: Any, chunk_size: int | str) -> list[jax.Array]:
-    return [reshard(array, PartitionSpec()) for array in teacher.compute_top_k(params, rows, chunk_size)]
 
 
 def _compute_rows(

@@ -120,7 +120,8 @@ class Stacks:
             rope = jax.tree.map(lambda x, index=index: x[index], ropes[name])
             inputs = None if forward.inputs is None else forward.inputs[number]
             layer, is_donor = Layer(number, windows[number], rope, inputs), number in self.donors.values()
-            rows, cache, _ = self._run_layer(name, rows, (params[name][index], layer), forward, is_donor)
+            x, cache, _ = finish(self._start_layer(name, rows, (params[name][index], layer), forward, is_donor))
+            rows = rows._replace(x=x)
             if is_donor:
                 rows = rows._replace(shared=(rows.shared or {}) | {self.cfg.heads_of(number).dim_names: cache.kv})
             caches.append(cache.cache if is_donor else cache)
@@ -337,13 +338,6 @@ class Stacks:
         if num_parts > 1:
             x, others = zip(*((part[0], part[1:]) for part in split_rows(tuple(rows), num_parts)), strict=True)
         return blocks, x, (others, forward.seed, tables), num_parts
-
-    def _run_layer(
-        self, name: str, rows: Rows, params_and_layer: tuple[Any, Layer], forward: Forward, is_donor: bool
-    ) -> tuple[Rows, Any, BlockSums]:
-        """Run a layer of a stack; return the rows, its cache (of a donor a `Donation`), and its sums."""
-        x, cache, sums = finish(self._start_layer(name, rows, params_and_layer, forward, is_donor))
-        return rows._replace(x=x), cache, sums
 
     def _start_layer(
         self, name: str, rows: Rows, params_and_layer: tuple[Any, Layer], forward: Forward, is_donor: bool

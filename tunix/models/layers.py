@@ -193,11 +193,11 @@ class Xielu(nnx.Module):
 
     def __init__(self, dim_names: str, layout: Layout):
         self.equation, self.layout = Equation(f"{dim_names}o,o->{dim_names}o"), layout
-        self.positive, self.negative = (self._number(value) for value in (0.8, 0.8 - self.BETA))
-
-    def _number(self, value: float) -> nnx.Param:
-        """Return the parameter whose softplus is `value` at first."""
-        return nnx.Param(jnp.full(1, math.log(math.expm1(value)), self.layout.param), equation=self.equation)
+        # a = 0.8 and b = 0.8 at first: log(exp(y) - 1) is the number whose softplus is y.
+        self.positive, self.negative = (
+            nnx.Param(jnp.full(1, math.log(math.expm1(value)), layout.param), equation=self.equation)
+            for value in (0.8, 0.8 - self.BETA)
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, T, F] -> [B, T, F]."""

@@ -238,6 +238,14 @@ class StepArrays:
             return jax.tree.map_with_path(sum_gradient, self.arch.trained_weights, grads)
 
 
+def _lay_out_as_sum(gradient: jax.Array, total: Any) -> Any:
+    """Return the gradient of a stack [L, ...] as its sum is, which may be a list of layers [...]."""
+    if not isinstance(total, list):
+        return gradient
+    spec, numbers = _of_layer(jax.typeof(gradient).sharding.spec), range(len(total))
+    return [map_on_devices(lambda g, n=n: g[n], (gradient,), spec) for n in numbers]
+
+
 def make_gradients(
     arch: Architecture,
     loss_fn: LossFn,
@@ -275,20 +283,10 @@ def make_gradients(
 
         missed: list[bool] = []  # whether layers left gradients to autodiff, for each trace
 
-        def is_sum(leaf):
-            return leaf is None or isinstance(leaf, list)
-
-        def lay_out_as_sum(gradient, total):
-            """Return a gradient as its sum is, which may be a list of layers."""
-            if not isinstance(total, list):
-                return gradient
-            spec, numbers = _of_layer(jax.typeof(gradient).sharding.spec), range(len(total))
-            return [map_on_devices(lambda g, n=n: g[n], (gradient,), spec) for n in numbers]
-
         def microbatch(total, inputs, is_last=False):
             # Layers add to the sums of stacks (models/layer_scan.py). Other gradients are added here, and so are those
             # of layers that are run in a way of their own.
-            stacks = {name: jax.tree.flatten(total[name], is_leaf=is_sum) for name in names}
+            stacks = {name: jax.tree.flatten(total[name], lambda x: x is None or isinstance(x, list)) for name in names}
             sums = {name: leaves for name, (leaves, _) in stacks.items()}
             weights = arrays.put_together(layers)
             rows = partial(objective, weights=weights, fields=inputs[0], seed=inputs[1], is_last=is_last)
@@ -296,7 +294,7 @@ def make_gradients(
             grads, sums = vjp((jnp.ones_like(value), sums))
             total = total | {name: jax.tree.unflatten(tree, sums[name]) for name, (_, tree) in stacks.items()}
             added = [name for name in total if missed[-1] or name not in names]
-            more = {name: jax.tree.map(lay_out_as_sum, grads[name], total[name]) for name in added}
+            more = {name: jax.tree.map(_lay_out_as_sum, grads[name], total[name]) for name in added}
             return total | {name: add_gradients(total[name], more[name]) for name in added}, reported
 
         def in_replicas(inputs):
