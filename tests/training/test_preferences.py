@@ -22,10 +22,13 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.config.data import Tokenizer
 from tunix.data.batches import stack_examples
 from tunix.data.dataset import load_corpus
+from tunix.data.documents import Document, Labelled, encode_labelled
 from tunix.data.packing import _fill_pairs, _split_pairs
 from tunix.data.shards import Arrays
+from tunix.data.tokenizer import train_vocab
 from tunix.evaluate import evaluate
 from tunix.feeds import PairFeed
 from tunix.models.layers import named
@@ -363,6 +366,17 @@ def test_an_answer_with_a_label_has_the_one_before_beside_it(tmp_path):
         last = np.flatnonzero((example["segment_ids"] == 1) & (example["loss_mask"] > 0))[-1]
         assert np.flatnonzero(example["labels"]).tolist() == [last]
         assert example["labels"][last] == sign
+
+
+@pytest.mark.parametrize(("prompts", "before"), [("aabbbc", "345012"), ("abc", "201"), ("aa", "10"), ("a", "0")])
+def test_the_answer_beside_one_with_a_label_is_to_another_prompt(prompts, before):
+    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    answers = [[{"role": "assistant", "content": str(number)}] for number in range(len(turns))]
+    documents = [Document("", Labelled(*each, True, {})) for each in zip(turns, answers, strict=True)]
+    keys = {"path": None, "train": None, "vocab_size": 259, "train_bytes": 1, "bos_token": None, "eos_token": None}
+    vocab = train_vocab(Tokenizer(**keys), ["a"])
+    found = [vocab.backend.decode(each.tokens[-1].tolist()) for each in encode_labelled(vocab, documents)]
+    assert [text.split(":")[-1].strip() for text in found] == list(before)
 
 
 @pytest.mark.parametrize(

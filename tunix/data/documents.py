@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -818,14 +819,24 @@ def _with_end(vocab: Vocab, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
-    """Yield each answer after its prompt, and after the same prompt the answer of the document before.
+    """Yield each answer after its prompt, and after the same prompt the answer of an earlier document.
 
-    Such pairs of a prompt and an unrelated answer measure how far a model has moved (KTO). The first document gets the
-    answer of the last, as in TRL; documents come about `BATCH_CHARS` of text at a time (data/shards.py).
+    Such pairs of a prompt and an unrelated answer measure how far a model has moved (KTO). It is the answer of the
+    document before, or of the one as many documents before as follow one another with the same prompt:
+
+        prompts                 a  b  c        a  a  b  b  b  c
+        answer of document      2  0  1        3  4  5  0  1  2
+
+    The first documents get the answers of the last, as in TRL; documents come about `BATCH_CHARS` of text at a time
+    (data/shards.py).
     """
     answers: list[Labelled] = [document.content for document in documents]  # type: ignore[misc]
-    before = [*answers[-1:], *answers[:-1]]
-    pairs = [Pair(own.prompt, own.answer, last.answer, own.options) for own, last in zip(answers, before, strict=True)]
+    distance = max(len(list(equal)) for _, equal in groupby(answers, key=lambda each: each.prompt))
+    distance = distance if distance < len(answers) else 1  # there is one prompt alone
+    others = [answers[number - distance] for number in range(len(answers))]
+    pairs = [
+        Pair(own.prompt, own.answer, other.answer, own.options) for own, other in zip(answers, others, strict=True)
+    ]
     images = [document.images for document in documents]
     for own, encoded in zip(answers, _encode_pairs(vocab, pairs, images), strict=True):
         yield encoded._replace(label=own.label)
@@ -886,8 +897,8 @@ DOCUMENTS = {
                            "tunix.data.prompts:load_prompts", "tunix.feeds:PromptFeed", asks_peers=True),
     "pair": DocumentKind(read_pair, encode_pairs, "pair", ("answers", "splits"),
                          feed="tunix.feeds:PairFeed", asks_peers=True),
-    "labelled": DocumentKind(read_labelled, encode_labelled, "labelled", ("answers", "splits", "labels"),
-                             feed="tunix.feeds:PairFeed", asks_peers=True),
+    "labelled": DocumentKind(read_labelled, encode_labelled, "labelled with other prompts",
+                             ("answers", "splits", "labels"), feed="tunix.feeds:PairFeed", asks_peers=True),
     "comparison": DocumentKind(read_pair, encode_comparisons, "comparison", ("answers", "splits")),
     "example": DocumentKind(read_example, encode_examples, "example with all turns", ("answers", "label_values")),
     "group": DocumentKind(read_group, encode_groups, "group", ("answers", "label_values")),
