@@ -40,8 +40,9 @@ def test_terms_of_the_run_join_those_of_functions():
     cfg = compose([*TASK, "task.rewards=[{function: overlong, buffer: 4, weight: 2}, length]"]).config
     rewards = EngineRewards(cfg.task.rewards, {}, "zero", 10, cfg)
     given = Scores(
-        {"length": [0.5] * 3, "environment": [1.0, 0.0, 1.0]}, [1.5, 0.0, 1.5], {"length": 0, "environment": 1}, 0.1
-    )
+        {"length": [0.5] * 3, "environment": [1.0, 0.0, 1.0]}, [1.5, 0.0, 1.5], {"length": 0, "environment": 1}, 0.1,
+        failed=[False, True, False],
+    )  # fmt: skip
     answers = [Answer([1] * 7, [0.0] * 7, [0.0] * 7, True)] * 3
     episodes = [Episode(0, None, 0), Episode(1, None, 0, problem="late"), Episode(2, None, 0)]
     prompts, drawn = [Prompt([], "", {})] * 3, Drawn(answers, [""] * 3)
@@ -53,6 +54,7 @@ def test_terms_of_the_run_join_those_of_functions():
     rewards.scores = [lambda answered: Found([1.0, float("nan"), float("-inf")])]
     scores = rewards.add(given, prompts, drawn, 8)
     assert (scores.values["overlong"], scores.errors["overlong"], scores.total) == ([1.0, 0.0, 0.0], 2, [3.5, 0.0, 1.5])
+    assert scores.failed == [False, True, True]
     rewards.errors = "stop"
     with pytest.raises(UserError, match="rewards: overlong fails: returned nan for an answer"):
         rewards.add(given, prompts, drawn, 8)
@@ -197,7 +199,7 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     prompts = [Prompt([], "", {}, question) for question in questions]
     texts = ["merged", "to be", "words", "few"]
     answers = [Answer([1, 2], [0.0, 0.0], [0.0, 0.0], True)] * 4
-    none = Scores({"length": [1.0] * 4}, [0.5] * 4, {"length": 0}, 0.1)
+    none = Scores({"length": [1.0] * 4}, [0.5] * 4, {"length": 0}, 0.1, failed=[False] * 4)
     scores = rewards.add(none, prompts, Drawn(answers, texts), 10)
     model = tunix.load_pretrained(reward_dir)
     rows = [model.tokenizer.encode(f"<bos>user: a few<eos><bos>assistant: {text}<eos>").ids for text in texts[:2]]

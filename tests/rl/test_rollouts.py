@@ -116,11 +116,13 @@ def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
 
 
 def test_the_best_answer_of_each_prompt():
-    """The first of equal ones, whole, plain and good enough; with the tools of its prompt, and no other options."""
+    """The first of equal ones, whole, scored, plain and good enough; with the tools of its prompt, and no other
+    options."""
     turns, tools = [{"role": "user", "content": "a?"}], [{"name": "add"}]
     prompts = [Prompt([], "", {}, Question(turns, {}, options)) for options in ({"tools": tools, "x": 1}, {}, {})]
-    rewards = (1.0, 3.0, 2.0, 2.0, 0.5, 0.75, 0.25, 0.0, 9.0, 8.0, 0.0, 0.0)
+    rewards = (1.0, 3.0, 2.0, 2.0, 0.5, 0.75, 0.25, 4.0, 9.0, 8.0, 0.0, 0.0)
     rows = [{"answer": str(n), "stopped": n != 1, "reward": reward} for n, reward in enumerate(rewards)]
+    rows[7] |= {"failed": True}  # by one of several rewards
     plain = [n not in (8, 9) for n in range(12)]
     first, second = select_best(prompts, rows, 4, 0.75, plain)
     assert first == {"messages": [*turns, {"role": "assistant", "content": "2"}], "tools": tools, "reward": 2.0}

@@ -102,6 +102,7 @@ def test_scores_of_a_batch(folder):
     assert scores.values == again.values == {"letters": list(range(7)), "about": about}
     assert scores.total == [0.5 * n + value for n, value in enumerate(about)]
     assert scores.errors == again.errors == {"letters": 0, "about": 0}
+    assert not any(scores.failed)
     assert not any(map(is_running, pids))
 
 
@@ -133,6 +134,7 @@ def test_rewards_that_fail_are_counted_and_named(folder, caplog):
         "letters": [1, 1, 1, 1, 3, 1],
     }  # fmt: skip
     assert scores.errors == {"raises": 1, "hangs": 3, "dies": 3, "is_killed": 3, "nan": 3, "short": 1, "letters": 0}
+    assert scores.failed == [False, False, False, True, True, True]
     for line in (
         "reward raises: 1 of 6 answers have no score and get 0: ZeroDivisionError: division by zero (",
         "reward hangs: 3 of 6 answers have no score and get 0: takes longer than 1 s",

@@ -30,7 +30,7 @@ from tunix.inference.pretrained import load_pretrained
 from tunix.processes import peers
 from tunix.rl.episodes import Drawn
 from tunix.rl.judge import Judge
-from tunix.rl.scoring import OnError, Scores, count_failed, read_score
+from tunix.rl.scoring import OnError, Scores, count_failed, mark_failed, read_score
 from tunix.sharding.arrays import bytes_per_device
 
 log = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ class EngineRewards:
         num_tokens = [len(answer.tokens) for answer in drawn.answers]
         answers = AnswersToScore(repeated, drawn.texts, num_tokens, max_new_tokens)
         values, total, errors = dict(scores.values), list(scores.total), dict(scores.errors)
-        numbers = dict(scores.numbers)
+        numbers, failed = dict(scores.numbers), scores.failed
         for term, score in zip(self.terms, self.scores, strict=True):
             with hold() if isinstance(term, ModelTerm) else nullcontext():
                 # One answer for all processes: devices of several hosts may round otherwise, and process 0 alone asks
@@ -241,6 +241,7 @@ class EngineRewards:
             # A model whose numbers overflow gives nan, which would reach each advantage of the group.
             given = [each if isinstance(each, str) else read_score(each) for each in found.scores]
             values[term.label], errors[term.label] = count_failed(term.label, term.label, given, self.errors)
+            failed = mark_failed(failed, given)
             numbers |= {f"{term.label}_{name}": number for name, number in found.numbers.items()}
             total = [sum_ + term.weight * own for sum_, own in zip(total, values[term.label], strict=True)]
         if drawn.played is not None:
@@ -248,4 +249,6 @@ class EngineRewards:
         # The first reward says which answers are right.
         values = {label: values[label] for label in self.labels if label in values} | values
         seconds = scores.seconds + time.perf_counter() - start_time
-        return replace(scores, values=values, total=total, errors=errors, seconds=seconds, numbers=numbers)
+        return replace(
+            scores, values=values, total=total, errors=errors, seconds=seconds, numbers=numbers, failed=failed
+        )

@@ -224,7 +224,9 @@ class Played:
         rewards = [episode.reward for episode in self.episodes]
         total = [reward + score for reward, score in zip(rewards, scores.total, strict=True)]
         values = scores.values | ({LABEL: rewards} if gives_reward(find_environment(environment or "")) else {})
-        return Scores(values, self.drop_failed(total), scores.errors | {LABEL: len(problems)}, scores.seconds)
+        errors = scores.errors | {LABEL: len(problems)}
+        failed = [before or bool(each.problem) for before, each in zip(scores.failed, self.episodes, strict=True)]
+        return Scores(values, self.drop_failed(total), errors, scores.seconds, failed=failed)
 
     def drop_failed(self, total: Sequence[float]) -> list[float]:
         """Return total scores with 0 for an episode whose environment has failed."""

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 # Quality of answers: how many are right, how good and how long they are.
 
 Numbers = dict[str, float]
-Row = dict[str, Any]  # an answer: prompt, answer, thought, reward, reward_LABEL for each reward, num_tokens, stopped
+# An answer: prompt, answer, thought, reward, reward_LABEL for each reward, num_tokens, stopped; `failed` where one of
+# these rewards did not score it.
+Row = dict[str, Any]
 
 
 def summarise(rows: Sequence[Row], labels: Sequence[str], num_samples: int) -> Numbers:
@@ -252,6 +254,7 @@ def _make_rows(
                     # What an environment says is no part of the answer.
                     "num_tokens": len(answer.tokens) if episodes is None else sum(episodes[number].learnt),
                     "stopped": answer.stopped,
+                    **({"failed": True} if scores.failed[number] else {}),
                     **({} if episodes is None else {"turns": episodes[number].transcript}),
                 }
             )
@@ -278,13 +281,13 @@ def select_best(
 ) -> list[Row]:
     """Return for each prompt the conversation with its best answer, as task=sft reads it; the first of equal ones.
 
-    Answers that were cut, have a lower reward than `least`, or are not `plain` text are left out. `rows` are in the
-    order of the prompts.
+    Answers that were cut, that a reward did not score, that have a lower reward than `least`, or that are not `plain`
+    text are left out. `rows` are in the order of the prompts.
     """
     chosen = []
     for number, prompt in enumerate(prompts):
         row_numbers = range(number * num_samples, (number + 1) * num_samples)
-        whole = [rows[n] for n in row_numbers if rows[n]["stopped"] and plain[n]]
+        whole = [rows[n] for n in row_numbers if rows[n]["stopped"] and plain[n] and "failed" not in rows[n]]
         whole = [row for row in whole if least is None or row["reward"] >= least]
         if not whole or prompt.question is None:
             continue

@@ -232,6 +232,7 @@ def _join(parts: Sequence[Scores]) -> Scores:
         {label: sum(part.errors[label] for part in parts) for label in labels},
         max(part.seconds for part in parts),  # processes score at the same time: the slowest one counts
         {name: sum(part.numbers[name] for part in parts) for name in parts[0].numbers},
+        [failed for part in parts for failed in part.failed],
     )
 
 

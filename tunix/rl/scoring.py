@@ -303,6 +303,7 @@ class Scores:
     errors: dict[str, int]  # {label of a reward: answers that it did not score}
     seconds: float
     numbers: dict[str, float] = field(default_factory=dict)  # what a judge has cost, for metrics.jsonl
+    failed: list[bool] = field(default_factory=list)  # for each answer, whether a reward did not score it
 
 
 class Scorer:
@@ -400,13 +401,15 @@ class Scorer:
         parts = list(self.threads.map(score_share, slices)) if self.workers else []
         values: dict[str, list[float]] = {}
         errors: dict[str, int] = {}
+        failed = [False] * len(completions)
         for number, term in enumerate(self.rewards):
             scores = [score for part in parts for score in part[number]]
             values[term.label], errors[term.label] = count_failed(term.function, term.label, scores, self.errors)
+            failed = mark_failed(failed, scores)
         weights = [term.weight for term in self.rewards]
         rows = zip(*values.values(), strict=True) if values else [()] * len(completions)
         total = [sum(weight * score for weight, score in zip(weights, row, strict=True)) for row in rows]
-        return Scores(values, total, errors, time.perf_counter() - start_time)
+        return Scores(values, total, errors, time.perf_counter() - start_time, failed=failed)
 
     def _complete(self, columns: Columns, num_rows: int) -> Columns:
         return {**{name: [None] * num_rows for name in self.column_names}, **columns}
@@ -425,6 +428,11 @@ def count_failed(name: str, label: str, scores: Sequence[float | str], errors: O
         counts = label, len(failed), len(scores), failed[0]
         log.warning("reward %s: %d of %d answers have no score and get 0: %s", *counts)
     return [0.0 if isinstance(score, str) else score for score in scores], len(failed)
+
+
+def mark_failed(failed: Sequence[bool], scores: Sequence[float | str]) -> list[bool]:
+    """Return for each answer whether an earlier reward did not score it, or this one, which gives a text then."""
+    return [before or isinstance(score, str) for before, score in zip(failed, scores, strict=True)]
 
 
 def _split(num_rows: int, group_size: int, num_parts: int) -> list[slice]:
