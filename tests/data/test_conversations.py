@@ -173,6 +173,56 @@ def test_each_answer_is_learnt_behind_the_text_that_generation_has(kind):
     assert not any(is_learnt for _, is_learnt in nothing)
 
 
+# As DeepSeek R1's: a prompt begins the thought, and thoughts of answers are dropped.
+BEGUN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    r"{{ '<|assistant|><think>\n' if add_generation_prompt }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turn", "learnt"),
+    [
+        ({"content": "<think>\none and one\n</think>\n\n2"}, "one and one\n</think>\n\n2<|end|>"),
+        ({"content": "one and one</think>2"}, "one and one</think>2<|end|>"),
+        ({"content": "2", "reasoning": "one and one"}, "one and one\n</think>\n\n2<|end|>"),
+        ({"content": "<think>\n\n</think>\n\n2"}, "\n</think>\n\n2<|end|>"),
+    ],
+)
+def test_a_thought_that_the_prompt_begins_is_learnt(turn, learnt):
+    turns = [TALK[1], {"role": "assistant"} | turn, TALK[3], {"role": "assistant", "content": "<think>two</think>4"}]
+    chat = template(BEGUN)
+    chat.check_thoughts(turns, {}, "assistant")
+    first, second = chat.split_answers(turns)
+    assert first == [("<|user|>1 + 1?<|end|><|assistant|><think>\n", False), (learnt, True)]
+    assert second[0] == (chat.render(turns[:3], add_generation_prompt=True), False)
+    assert second[1] == ("two</think>4<|end|>", True)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (BEGUN, r"give its answers thoughts, <think>\\n\\n</think>\\n\\n where they have none, or another template"),
+        (BEGUN.replace("<think>", "<think></think>"), r"often \{enable_thinking: true\}"),
+    ],
+)
+def test_an_answer_without_the_thought_that_its_prompt_begins(source, message):
+    with pytest.raises(RefusedConversation, match=message):
+        template(source).split_answers(TALK[1:3])
+
+
+def test_a_template_that_drops_thoughts_is_refused():
+    """What the model is to learn would be left out without a word."""
+    turns = [ASKED, {"role": "assistant", "content": "2", "thinking": "one and one"}, *TALK[3:]]
+    vocab = Vocab(Tokenizer(models.WordLevel({"<eos>": 0}, "<eos>")), "<bos>", "<eos>", GEMMA)
+    with pytest.raises(
+        UserError, match=r"drops the thoughts of answers \(reasoning_content\).*write them into the con"
+    ):
+        list(encode_conversations(vocab, [Document("", Conversation(turns))]))
+    template(GEMMA).check_thoughts(turns, {}, "last")  # it learns no thought
+    template(THOUGHTS.replace("<think>", "<think>{{ m.thinking }}")).check_thoughts(turns, {}, "assistant")
+
+
 # As Gemma 4's: two answers in a row are one turn.
 JOINS = (
     "{% for m in messages %}{% if loop.changed(m.role) %}<|{{ m.role }}|>{% endif %}{{ m.content }}"

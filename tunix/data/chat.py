@@ -374,6 +374,9 @@ class ChatTemplate:
                     call result <|start|>assistant<|channel|>final<|message|>It is 5.    `answered`
                     call result <|start|>assistant<|channel|>final<|message|>MARK        with another answer
 
+        That of DeepSeek R1 begins the thought in the prompt, and drops all thoughts of answers. The answer is then what
+        the data say behind `<think>`, with the end of a turn.
+
         Raises:
             RefusedConversation: the text that asks for an answer does not stand before it.
         """
@@ -391,11 +394,23 @@ class ChatTemplate:
             first = len(share(*before[:-1], ANSWER, answer)) if before and before[-1]["role"] == "assistant" else 0
             if request and (begin := shared.rfind(request)) >= first:
                 return answered[begin + len(request) :]
+        asked = prompt.rstrip()
+        if asked.endswith("<think>"):
+            content = _read_thought_and_answer(answer)
+            if "</think>" in content:
+                return content.removeprefix(prompt[len(asked) :]) + self.read_end(options)
+            solution = (
+                r"give its answers thoughts, <think>\n\n</think>\n\n where they have none, or another template, or "
+                "what this one asks for in task.chat_template_kwargs, often {enable_thinking: false}"
+            )
+        else:
+            solution = (
+                "give another template, or what this one asks for in task.chat_template_kwargs, often "
+                f"{{enable_thinking: {'true' if asked.endswith('</think>') else 'false'}}}"
+            )
         raise RefusedConversation(
             "task.chat_template: a conversation with its answer does not begin with the text before the "
-            f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}; "
-            "give another template, or what this one asks for in task.chat_template_kwargs, often "
-            "{enable_thinking: false}"
+            f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}; {solution}"
         )
 
     def read_end(self, options: Options = NO_OPTIONS) -> str:
@@ -492,6 +507,29 @@ class ChatTemplate:
                 "shows them: task.chat_template=FILE"
             )
 
+    def check_thoughts(
+        self, messages: Sequence[Message], options: Options, learnt: LearntTurns | Sequence[bool]
+    ) -> None:
+        """Raise `UserError` for a template that drops the thoughts of answers that are learnt: the model would learn to
+        answer without them."""
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if learnt == "last":
+            numbers = numbers[-1:]
+        elif not isinstance(learnt, str):
+            numbers = [number for number in numbers if learnt[number]]
+        if "thoughts" in self.shown or not any(messages[number].get(key) for number in numbers for key in THOUGHTS):
+            return
+        thinking = {"role": "assistant", "content": "!", "reasoning_content": WORDS}
+        with suppress(RefusedConversation):
+            (pieces,) = self.split_answers([{"role": "user", "content": "?"}, thinking], options)
+            if not any(WORDS in text for text, _ in pieces):
+                raise UserError(
+                    "task.chat_template drops the thoughts of answers (reasoning_content), so they would not be "
+                    "learnt; write them into the content, leave them out of the data, or give a template that shows "
+                    "them: task.chat_template=FILE"
+                )
+        self.shown.add("thoughts")
+
     def find_dropped_role(self, messages: Sequence[Message], options: Options = NO_OPTIONS) -> str:
         """Return a role of which the template shows no turn, or nothing. Those of Qwen know neither `human` nor
         `developer`, and leave out what such a turn says."""
@@ -559,6 +597,15 @@ def _name_thoughts(message: Message) -> Message:
     template drops none without a word. That of GPT-OSS reads `thinking`, most read `reasoning_content`."""
     thoughts = next((message[key] for key in THOUGHTS if message.get(key) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _read_thought_and_answer(message: Message) -> str:
+    """Return what a turn says behind `<think>`: its thought, `</think>` and the answer; "" where it calls tools."""
+    content = message.get("content")
+    if message.get("tool_calls") or not isinstance(content, str):
+        return ""
+    thought = next((message[key] for key in THOUGHTS if message.get(key) is not None), None)
+    return content.lstrip().removeprefix("<think>") if thought is None else f"\n{thought}\n</think>\n\n{content}"
 
 
 def _read_channels(message: Message) -> Message:

@@ -718,6 +718,7 @@ def _split_conversation(vocab: Vocab, document: Document) -> list[SequenceWithIm
     content: Conversation = document.content  # type: ignore[assignment]
     vocab.chat.check_tools(content.messages, content.options)
     vocab.chat.check_roles(content.messages, content.options)
+    vocab.chat.check_thoughts(*content)
     sequences = vocab.chat.split_answers(*content)
     if vocab.images is None or not document.images:
         return [(pieces, document.images) for pieces in sequences]
