@@ -132,10 +132,13 @@ SECRET_WORDS = "KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|WEBHOOK|JWT|SIG|COOKIE|SESSI
 SECRET_NAME = re.compile(SECRET_WORDS, re.IGNORECASE)  # of a variable, or of a parameter of an address
 # https://USER:PASSWORD@HOST/x?name=1&X-Amz-Signature=VALUE: the user with the password, and the value.
 URL_USER = re.compile(r"(?<=://)[^/\s?#'\"]+@")
+# In time that grows as the text does, which anybody may have written: the `=` is looked for before the word, a name has
+# no second `?`, and the value is taken up to its end and without the signs of a sentence there.
 URL_PARAMETER = re.compile(
-    rf"([?&][^=&#\s'\"]*(?:{SECRET_WORDS})[^=&#\s'\"]*=)[^&#\s'\"]+?(?=[:,.;)\]]*(?:[&#\s'\"]|$))", re.IGNORECASE
+    rf"([?&](?=[^?=&#\s'\"]*=)[^?=&#\s'\"]*?(?:{SECRET_WORDS})[^?=&#\s'\"]*=)[^&#\s'\"]*[^&#\s'\":,.;)\]]",
+    re.IGNORECASE,
 )
-MASKED = re.compile(rf"://{re.escape(MASK)}@|[?&][^=&\s]*={re.escape(MASK)}")
+MASKED = re.compile(rf"://{re.escape(MASK)}@|[?&][^?=&\s]*={re.escape(MASK)}")
 
 
 def mask_secrets(text: str) -> str:
