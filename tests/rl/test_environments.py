@@ -387,6 +387,8 @@ def test_the_mark_of_a_thought_in_an_argument_behind_a_text(name):
     [
         ("xml", "<function=" * 20_000),
         ("xml", "<function=f>" + "<parameter=a>" * 5_000 + "</function>"),
+        ("xml", "<function=f>" + "<parameter=" * 10_000 + "</parameter></function>"),
+        ("python", "```python" + "\n" * 40_000),
         ("glm", "<tool_call>f" + "<arg_key>" * 20_000),
         ("glm", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 5_000),
         ("python", "<function_calls>" * 5_000),

@@ -73,7 +73,7 @@ def read_hermes(text: str) -> list[Call]:
 
 
 FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(</function>|$)", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def read_xml(text: str) -> list[Call]:
@@ -148,7 +148,7 @@ def read_json(text: str) -> list[Call]:
 
 
 PYTHON_BLOCK = re.compile(
-    r"```(?:tool_code|python)\s*(.*?)```|<function_calls>(.*?)(?:</function_calls>|$)"
+    r"```(?:tool_code|python)(.*?)```|<function_calls>(.*?)(?:</function_calls>|$)"
     r"|<\|(?:python|tool_call)_start\|>(.*?)(?:<\|(?:python|tool_call)_end\|>|$)",
     re.DOTALL,
 )
