@@ -1,7 +1,10 @@
 """Sequences made of documents, and an order that depends on nothing but the seed and the sample number."""
 
 import errno
+import gc
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -243,3 +246,22 @@ def test_few_files_are_open_at_one_time(cache_dir, tmp_path, monkeypatch):
     )
     with pytest.raises(UserError, match="Too many open files; raise the limit of open files"):
         map_array(files[0])
+
+
+def test_threads_open_shards_at_the_same_time(tmp_path):
+    """Runs of more than 64 shards ended after some steps by "SystemError: AST constructor recursion depth mismatch".
+
+    The error needs a Python before 3.11.8 or 3.12.2, and a thread that is stopped while it parses: jax runs Python code
+    whenever garbage is collected.
+    """
+    np.save(tmp_path / "tokens.npy", np.arange(9))
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.set_threshold(20, 10**6)
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            arrays = [*pool.map(map_array, [tmp_path / "tokens.npy"] * 2000)]
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+    assert {len(array) for array in arrays} == {9}

@@ -20,6 +20,7 @@ import json
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -196,10 +197,21 @@ def map_tokens(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
         raise _unreadable(path, error) from None
 
 
+# In Python 3.11 before 3.11.8 and 3.12 before 3.12.2, threads that parse at the same time may fail: "AST constructor
+# recursion depth mismatch" (gh-106905). np.load parses the head of a file, and threads read the samples of a run.
+_parsing = threading.Lock()
+
+
+def load_mapped(path: Path) -> np.ndarray:
+    """Map a .npy file, in any thread; raises `OSError` or `ValueError` where it cannot be read."""
+    with _parsing:
+        return np.load(path, mmap_mode="r")
+
+
 def map_array(path: Path) -> np.ndarray:
     """Map a .npy file; raises `UserError` where it cannot be read."""
     try:
-        return np.load(path, mmap_mode="r")
+        return load_mapped(path)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
 

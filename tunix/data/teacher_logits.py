@@ -30,6 +30,7 @@ from tunix.config import Config, Loading
 from tunix.config.pretrained_config import LOGITS_FILE, TEACHER, LogitsInfo
 from tunix.data.batches import Example, Field, Fields
 from tunix.data.packing import Sequences
+from tunix.data.shards import load_mapped
 
 PIECE_BYTES = 1 << 26  # most bytes of a piece, if its rows are longer than one
 OPEN_PIECES = 32  # mapped at one time, of all parts; each takes four file descriptors
@@ -159,7 +160,7 @@ class LogitFiles:
 @lru_cache(OPEN_PIECES)
 def _open_piece(piece: Path) -> dict[str, np.ndarray]:
     try:
-        return {name: np.load(piece / f"{name}.npy", mmap_mode="r") for name in ("ids", "log_probs", "rest", "ends")}
+        return {name: load_mapped(piece / f"{name}.npy") for name in ("ids", "log_probs", "rest", "ends")}
     except (OSError, ValueError) as error:
         raise _unreadable(piece, str(error)) from None
 
