@@ -224,7 +224,7 @@ class PromptFeed:
         in_processes = [term for term in task.rewards if not isinstance(term, EngineTerm)]
         keys = task.reward_processes, task.reward_timeout_s, task.reward_errors
         self.scorer = Scorer(in_processes, *keys, column_names=corpus.column_names)
-        self.pool = make_pool(task, corpus.vocab)
+        self.pool = make_pool(task, corpus.vocab, corpus.column_names)
         by_key = {"sampling": cfg.sampling, "evaluation.sampling": cfg.evaluation.sampling}
         max_lengths = {f"{key}.max_new_tokens": keys.max_new_tokens for key, keys in by_key.items()}
         info = task.rewards, max_lengths, task.reward_errors, task.reward_timeout_s, cfg

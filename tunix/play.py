@@ -74,7 +74,7 @@ def play_by_hand(command: Play, cfg: Config, task: Grpo) -> None:
         print(f"{format_environment(task.environment)}\n{_indent(about)}", flush=True)
     pool = EnvironmentPool(
         task.environment, task.environment_options or {}, tool_calls, 1,
-        task.environment_timeout_s, task.environment_memory_mib,
+        task.environment_timeout_s, task.environment_memory_mib, () if corpus is None else corpus.column_names,
     )  # fmt: skip
     with pool:
         for number in range(command.episodes or 1):

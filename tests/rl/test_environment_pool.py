@@ -12,6 +12,7 @@ from support.processes import wait_until
 
 from tunix.base.errors import UserError
 from tunix.rl.environment_pool import EnvironmentPool, Session, _Holder
+from tunix.rl.environments import Reply
 
 ENVIRONMENTS = '''
 import functools, os, random, signal, subprocess, sys, time
@@ -385,6 +386,12 @@ def test_an_environment_is_tried_out_first(folder, capfd, monkeypatch):
     )
     with make_pool("Sums") as pool, pytest.raises(UserError, match="reset takes the column first, which the data lack"):
         pool.try_out({"q": 1})
+    # Other rows of the data have the column.
+    pool = EnvironmentPool("my_environments:Sums", {}, "hermes", 1, 20.0, 400, ["first", "q"])
+    with pool, pool.open() as session:
+        session.ask(0, ("reset", 5, {"q": 1}))
+        (answered,) = session.replies(30.0)
+    assert answered.reply == Reply(["5 None"], 0.0, False)
     with pytest.raises(UserError, match="my_environments has no function or class Nowhere"):
         make_pool("Nowhere")
     monkeypatch.setenv("FAIL", "1")

@@ -210,6 +210,9 @@ class Session:
         The process with the fewest episodes takes a new one.
         """
         self.num_pending += request[0] != "forget"
+        if request[0] == "reset":
+            _, seed, columns = request
+            request = ("reset", seed, {**dict.fromkeys(self.pool.column_names), **columns})
         if number not in self.holders:
             with self.pool.lock:
                 holder = min(self.pool.holders, key=lambda holder: holder.num_episodes)
@@ -258,14 +261,16 @@ class EnvironmentPool:
         processes: int,
         timeout_s: float,
         memory_mib: int,
+        column_names: Sequence[str] = (),
     ):
         """`name` is a row of `ENVIRONMENTS`, or several, `tool_calls` one of `TOOL_CALLS`; or dotted paths.
 
         Args:
             timeout_s: seconds that one call of an environment may take.
             memory_mib: of each process.
+            column_names: of the data; `reset` gets None for each of them that a row lacks.
         """
-        self.name, self.timeout_s = format_environment(name), timeout_s
+        self.name, self.timeout_s, self.column_names = format_environment(name), timeout_s, column_names
         self.arguments = name, dict(options), tool_calls, memory_mib
         self.replays = getattr(find_environment(name), "replays", True)
         self.num_processes, self.holders = processes, list[_Holder]()

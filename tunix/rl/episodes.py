@@ -257,7 +257,7 @@ class Drawn(NamedTuple):
         return Drawn(self.answers[rows], self.texts[rows], played, self.thoughts[rows])
 
 
-def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:
+def make_pool(task: Grpo, vocab: Vocab, column_names: Sequence[str]) -> EnvironmentPool | None:
     """Return the pool of a task's environment, which is not started; None where the task has none."""
     if task.environment is None:
         return None
@@ -265,7 +265,7 @@ def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:
     if task.describe_tools():
         log.info("tools of %s: calls are read as %s (task.tool_calls)", format_environment(task.environment), name)
     limits = task.environment_processes, task.environment_timeout_s, task.environment_memory_mib
-    return EnvironmentPool(task.environment, task.environment_options or {}, name, *limits)
+    return EnvironmentPool(task.environment, task.environment_options or {}, name, *limits, column_names)
 
 
 def try_user_code(example: Prompt, scorer: Scorer, pool: EnvironmentPool | None) -> None:

@@ -167,7 +167,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> Iter
     stop = find_stop_ids(corpus.vocab, settings.stop, model.files, template_options=options)
     # Episodes are played where the run has an environment, or the command line names one.
     task = cfg.task if isinstance(cfg.task, Grpo) else None
-    pool = None if task is None else make_pool(task, corpus.vocab)
+    pool = None if task is None else make_pool(task, corpus.vocab, corpus.column_names)
     player = Player(pool, task, corpus.vocab, stop, max_length) if pool is not None and task is not None else None
     max_lengths = {"max_new_tokens": settings.max_new_tokens}
     engine_rewards = EngineRewards(terms, max_lengths, cmd.reward_errors, cmd.reward_timeout_s, cfg)
