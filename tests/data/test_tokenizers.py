@@ -66,11 +66,18 @@ OF_GPT_OSS = "<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|chan
 TURNS = {  # what the model writes, the end of its prompt, and its thought
     "GPT-OSS": (f"{OF_GPT_OSS}final<|message|>5", "<|start|>assistant", "2 + 3"),
     "a call of GPT-OSS": (f"{OF_GPT_OSS}commentary to=functions.analysis <|constrain|>json<|message|>5", "", "2 + 3"),
+    "two thoughts of GPT-OSS": (
+        f"<|channel|>analysis<|message|>1 + <|end|><|start|>assistant{OF_GPT_OSS}final<|message|>5",
+        "",
+        "1 + 2 + 3",
+    ),
+    "a turn of GPT-OSS without marks": ("5", "<|start|>me", ""),
     "no thought of GPT-OSS": ("<|channel|>final<|message|>5", "<|start|>assistant", ""),
     "Gemma 4": ("<|channel>thought\n2 + 3<channel|>5", "<|turn>model\n", "2 + 3"),
     "Mistral": ("[THINK]2 + 3[/THINK]5", "[/INST]", "2 + 3"),
     "Apertus": ("<|inner_prefix|>2 + 3<|inner_suffix|>5", "<|assistant_start|>", "2 + 3"),
     "a call of Apertus": ("<|inner_prefix|>2 + 3<|tools_prefix|>5", "<|assistant_start|>", "2 + 3"),
+    "a header of Gemma 4 in the prompt": ("2 + 3<channel|>5", "<|turn>model\n<|channel>x\n", "2 + 3"),
     "in the prompt": ("2 + 3[/THINK]5", "[THINK]", "2 + 3"),
     "a mark in a question": ("5", "What is [THINK] for?[/INST]", ""),
     "Qwen 3": ("<think>2 + 3</think>5", "", None),  # its marks are text, which stays in the answer
@@ -91,6 +98,14 @@ def test_a_thought_is_told_from_the_answer_by_special_tokens(load, turn):
     thought, answer = map(backend.decode, split_thought(backend, tokens, before))
     assert not special_tokens(backend) & {token for part in split_thought(backend, tokens, before) for token in part}
     assert (thought, answer) == (("", text) if expected is None else (expected, "5"))
+
+
+def test_a_mark_without_its_others_says_nothing_of_thoughts(load):
+    """`<|end|>` alone is the end of a turn of Phi."""
+    backend = Tokenizer.from_str(load("tokenizer=bytes", "tokenizer.vocab_size=259").tokenizer.to_str())
+    backend.add_special_tokens(["<|end|>"])
+    tokens = backend.encode("5<|end|>6", add_special_tokens=False).ids
+    assert split_thought(backend, tokens) == ([], tokens)
 
 
 def test_documents_stand_between_bos_and_eos_and_cannot_write_them(tmp_path):
