@@ -351,6 +351,9 @@ def test_a_file_of_a_model_that_changed_is_fetched_again(versions, caplog, says)
         assert versions.num_sent == num_sent
     lines = [line for line in caplog.messages if "no ETag and no Last-Modified" in line]
     assert len(lines) == (0 if says else 3)
+    (folder / "x.json").unlink()  # to make room
+    assert mirror(f"{versions.address}/model", ("*.json",), "model.init_from") == folder
+    assert (folder / "x.json").read_bytes() == versions.text
 
 
 def test_a_copy_of_another_user_is_read_and_not_written(versions, monkeypatch):

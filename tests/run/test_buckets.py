@@ -328,6 +328,19 @@ def web_server(folder: Path) -> Iterator[str]:
         http.shutdown()
 
 
+def test_the_digests_of_an_export_are_sent_last(tmp_path, monkeypatch):
+    """Whoever finds them has the whole export."""
+    sent = []
+    files = SimpleNamespace(put_file=lambda source, target: sent.append((source, target)))
+    monkeypatch.setattr(buckets, "filesystem", lambda address, key: files)
+    for name in ("config.json", "digests.json", "model.safetensors", "tower/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+    buckets.upload(tmp_path, "s3://b/export/", "output", last="digests.json")
+    names = ["config.json", "model.safetensors", "tower/config.json", "digests.json"]
+    assert sent == [(f"{tmp_path}/{name}", f"s3://b/export/{name}") for name in names]
+
+
 def test_files_of_data_are_found_and_read(server, texts, corpus):
     ends = (".jsonl",)
     assert [unit.name for unit in find_files((f"{texts}/*.gz",), ends)] == ["a.jsonl.gz", "b.jsonl.gz"]
