@@ -6,6 +6,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.base.forms import CACHE_FORMS
 from tunix.config.compose import compose
-from tunix.config.pretrained_config import read_teacher
+from tunix.config.pretrained_config import LogitsInfo, read_teacher
 from tunix.costs.devices import read_topology
 from tunix.data import teacher_logits
 from tunix.data.teacher_logits import IDS, LOG_PROBS, REST, LogitFiles, TopK
@@ -209,6 +211,41 @@ def test_work_that_was_killed_goes_on_and_a_resumed_run_has_the_same_digits(plac
     tunix.train([f"resume={folder}/checkpoints/1", f"task.teacher={files}"])
     _, before, *after = numbers(folder)
     assert after == [before, before]
+
+
+def test_each_row_gets_its_own_positions_from_its_piece(tmp_path, monkeypatch):
+    """Three rows of other lengths in pieces of two, of a vocabulary beyond 16 bits; a token without probability."""
+    sequences = MagicMock(num_learnt=600, stream=SimpleNamespace(fingerprint="a"))
+    sequences.__len__.return_value = 100
+    info = LogitsInfo(
+        top_k=2, temperature=1, dtype="float16", num_rows=70_000, rows_per_piece=2, teacher="t", tokenizer="t",
+        seq_len=4, packing="pad", images="",
+    )  # fmt: skip
+    files = LogitFiles(tmp_path, info, sequences, [3, 7, 8], "held out")
+    rows = {
+        index: TopK(np.full((n, 2), 69_990 + n), np.full((n, 2), -n), np.full(n, n))
+        for index, n in ((3, 2), (7, 1), (8, 3))
+    }
+    rows[8].log_probs[0, 1] = -1e9
+    for number in files.missing:
+        files.write(number, [rows[index] for index in files.rows_of(number)])
+    for index, (ids, log_probs, rest) in rows.items():
+        mask = np.arange(4) < len(rest)
+        found = {name: field.reshape(4, -1)[mask] for name, field in files.read(index, mask).items()}
+        assert np.array_equal(found[IDS], ids)
+        assert np.array_equal(
+            found[LOG_PROBS], np.where(log_probs < -1e8, np.float32(teacher_logits.NO_TOKEN), log_probs)
+        )
+        assert np.array_equal(found[REST][:, 0], rest)
+    assert not files.read(4, np.ones(4))[IDS].any()  # a row that is not evaluated
+    with pytest.raises(UserError, match="row 1 has 1 positions, not 2; remove it, and it is made again"):
+        files.read(7, np.arange(4) < 2)
+    assert LogitFiles(tmp_path, info, sequences, [3, 7, 9], "held out").missing == [0, 1]
+    assert files.estimate_bytes([0, 1]) == 600 * 3 / 100 * (2 * (2 + 4) + 4)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    teacher_logits.check_disk_space(tmp_path, 1 << 30)
+    with pytest.raises(UserError, match=r"take 2.00 GiB, and the disk of .* has 1.00; make room"):
+        teacher_logits.check_disk_space(tmp_path, 2 << 30)
 
 
 def test_files_that_are_damaged_or_of_another_run_are_refused(place, whole):
