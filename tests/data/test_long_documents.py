@@ -22,7 +22,7 @@ from tunix.data import pieces
 from tunix.data.dataset import prepare_corpus
 from tunix.data.parquet import _count_bytes as count_bytes
 from tunix.data.parquet import _count_dictionaries as count_all
-from tunix.data.pieces import find_cutter, split_text
+from tunix.data.pieces import drop_prefix, find_cutter, find_prefix, split_text
 from tunix.data.tokenizer import Vocab, convert, train_vocab
 
 WORDS = [
@@ -126,7 +126,7 @@ def test_pieces_have_the_tokens_of_the_whole(tokenizers, monkeypatch):
 def test_a_tokenizer_is_not_cut_where_nothing_proves_it(tokenizers):
     base = tokenizers["gpt2"]
     assert find_cutter(base) is not None
-    for change in ("lstrip", "rstrip", "single", "letter and space", "regex", "no words", "lower"):
+    for change in ("lstrip", "rstrip", "single", "letter and space", "regex", "no words", "lower", "dropout"):
         other = Tokenizer.from_str(base.to_str())
         info = json.loads(other.to_str())
         token = info["added_tokens"][0]
@@ -141,11 +141,26 @@ def test_a_tokenizer_is_not_cut_where_nothing_proves_it(tokenizers):
             info["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, info["pre_tokenizer"]]}
         elif change == "no words":
             info["pre_tokenizer"]["use_regex"] = False
+        elif change == "dropout":
+            info["model"]["dropout"] = 0.1
         elif change == "lower":
             info["normalizer"] = {"type": "Replace", "pattern": {"Regex": "a b"}, "content": "c"}
         assert find_cutter(Tokenizer.from_str(json.dumps(info))) is None, change
     assert [name for name, backend in tokenizers.items() if "unigram" in name and "words=False" in name
             and find_cutter(backend)] == []  # fmt: skip
+
+
+def test_where_a_tokenizer_puts_a_space_before_a_text(tokenizers):
+    """At its start, or behind a special token too; without its prefix nowhere."""
+    for name, backend in tokenizers.items():
+        backend.encode_special_tokens = False
+        special = next(iter(backend.get_added_tokens_decoder().values())).content
+        first, behind = (
+            backend.encode(text, add_special_tokens=False).tokens[at][0] in "▁Ġ"
+            for text, at in (("ab", 0), (f"{special}ab", 1))
+        )
+        assert find_prefix(backend) == ("each" if behind else "start" if first else None), name
+        assert drop_prefix(backend).encode("ab", add_special_tokens=False).tokens[0][0] == "a", name
 
 
 def test_a_text_between_special_tokens_is_cut_beside_them(tokenizers, monkeypatch):
