@@ -5,27 +5,35 @@ from typing import Any
 
 import jax
 import pytest
+from jax.sharding import AbstractMesh
 from support.harness import ONE_LAYER, ROOT, SMALL, experts
 
 from tunix.config.compose import compose
 from tunix.costs.communication import (
     ExpertTokens,
     LocalHeads,
+    Transfer,
+    _join_small,
     _list_at_ends,
     _list_expert_transfers,
     _list_in_blocks,
     _list_matmul_transfers,
     _list_stage_transfers,
+    _list_weight_transfers,
+    find_group,
     gather_tokens,
     hand_on_keys,
+    predict_seconds,
     send_rows,
     swap_heads,
 )
+from tunix.costs.devices import Group, read_topology
 from tunix.costs.step import Costs, derive, derive_costs, find_train_spec
 from tunix.models.flops import forward_flops_per_token
 from tunix.models.remat import Remat
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import explicit_sizes
+from tunix.sharding.table import axis_names
 from tunix.training.train_spec import TrainSpec
 
 HEADS = LocalHeads(rows=2, queries=4, keys=2, numbers=100, num_devices=4, itemsize=2)
@@ -206,3 +214,61 @@ def test_a_teacher_in_the_loss_goes_forward():
     assert moved(both, *SUMS) == moved(alone, *SUMS)
     assert both.flops - alone.flops == forward_flops_per_token(arch.model, arch.num_active, 32) * 32
     assert both.model_flops == alone.model_flops
+
+
+@pytest.mark.parametrize(
+    ("words", "gathers", "scatters", "sums"),
+    [
+        (["training.overlap=none"], 8, 4, 4),
+        (["training.overlap=prefetch"], 9, 5, 4 + 2),
+        (["training.overlap=prefetch", "training.gradient_accumulation_steps=2"], 18, 10, 4 + 2),
+    ],
+)
+def test_blocks_that_gather_ahead_gather_and_sum_once_more(words, gathers, scatters, sums):
+    """Four blocks, forward and backward; over replicas the last microbatch sums those of all, two iterations late."""
+    cfg = compose([*SMALL, "model.num_layers=4", "model.mesh_shape=[[2,4],[dp,fsdp]]", *words]).config
+    train_spec = find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "gpu")
+    weights = jax.tree.leaves(train_spec.arch.weights["blocks"])
+    block = sum(4 * weight.size // 4 for weight in weights if not weight.equation.is_vector)  # float32, of four
+    moved: dict[str, tuple[int, int]] = {}
+    for transfer in _list_weight_transfers(train_spec):
+        if transfer.count > 2 and ("fsdp" in transfer.axes) == (transfer.kind != "all-reduce"):
+            before = moved.setdefault(transfer.kind, (transfer.count, 0))
+            assert before[0] == transfer.count
+            moved[transfer.kind] = transfer.count, before[1] + transfer.num_bytes
+    assert moved == {
+        "all-gather": (gathers, gathers * block),
+        "reduce-scatter": (scatters, scatters * block),
+        "all-reduce": (sums, sums * block // 4),  # of a shard
+    }
+
+
+def test_small_transfers_of_a_layer_are_one():
+    """Up to 30 MiB of results: of a sum the part of one device. None where two parts of a batch take turns."""
+
+    def join(kind: str, size_mib: int, count: int, batch_parts: int = 1) -> list[int]:
+        of_two: Any = SimpleNamespace(
+            layout=SimpleNamespace(batch_parts=batch_parts), mesh=AbstractMesh((8,), ("fsdp",))
+        )
+        transfers = [Transfer(kind, ("fsdp",), count * size_mib << 20, count=count)] * 4
+        return [each.num_bytes // count >> 20 for each in _join_small(transfers, of_two)]
+
+    assert join("all-gather", 10, 5) == [30, 10]
+    assert join("all-gather", 10, 5, batch_parts=2) == [10, 10, 10, 10]
+    assert join("all-gather", 10, 1) == [10, 10, 10, 10]  # at the ends of the model
+    assert join("reduce-scatter", 80, 5, batch_parts=2) == [240, 80]
+
+
+def test_a_transfer_takes_the_time_of_each_of_its_executions():
+    cluster = read_topology("h100:2x8")
+    sizes = dict.fromkeys(axis_names(), 1) | {"fsdp": 4, "ep": 2, "cp": 2}
+    once, often = (
+        predict_seconds(Transfer("all-gather", ("fsdp",), count << 24, count=count), sizes, cluster.kind, 8)
+        for count in (1, 5)
+    )
+    assert often == pytest.approx(5 * once)
+    # Neighbours on fsdp are four devices apart: a node of 8 has two of them. On cp they stand side by side.
+    groups = {axes: find_group(axes, sizes, 8) for axes in (("fsdp",), ("cp",), ("fsdp", "cp"), ("fsdp", "ep", "cp"))}
+    assert groups == {
+        ("fsdp",): Group(4, 2), ("cp",): Group(2, 2), ("fsdp", "cp"): Group(8, 4), ("fsdp", "ep", "cp"): Group(16, 8),
+    }  # fmt: skip

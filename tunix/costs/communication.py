@@ -65,8 +65,7 @@ def predict_seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind,
 
 def find_group(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> Group:
     """Return the devices that communicate over these axes. Neighbours on inner axes are neighbours in a node."""
-    size = count_devices(sizes, axes)
-    return Group(size, min(_count_neighbours(axes, sizes, per_node), size))
+    return Group(count_devices(sizes, axes), _count_neighbours(axes, sizes, per_node))
 
 
 def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> int:
