@@ -10,9 +10,12 @@ from jax.extend.core import jaxprs_in_params
 from support.harness import ONE_LAYER, RUN, SGD, batch, metrics, program
 
 import tunix
+from tunix.config.compose import compose
 from tunix.data.batches import FIELDS, Field, empty_example
 from tunix.models.block import Block
+from tunix.models.layers import BlockSums
 from tunix.sharding.arrays import to_global
+from tunix.training import dpo, embeddings, kto, scores
 from tunix.training.logprobs import count_chunk_positions
 from tunix.training.loss import LOSSES, Loss, LossKind, compute_token_log_probs, find_loss_kind, next_token_loss
 
@@ -172,3 +175,30 @@ def test_penalties_of_the_blocks_are_minimised_and_reported(monkeypatch):
     small = program("model.mesh_shape=[[2,2],[fsdp,tp]]", "distributed.allow_idle_devices=true", *SGD)
     (line,) = small.run(data, steps=1)
     assert line["router"] == pytest.approx(3 * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "function", "inner"),
+    [
+        (("task=dpo", "data=pairs"), dpo.preference_loss, "compute_token_log_probs"),
+        (("task=kto", "data=labelled"), kto.labelled_loss, "compute_token_log_probs"),
+        (("task=reward", "data=pairs"), scores.reward_loss, "score_documents"),
+        (("task=classify", "data=jsonl", "task.labels=[a,b]"), scores.classification_loss, "score_documents"),
+        (("task=embed", "data=jsonl"), embeddings.embedding_loss, "embed_texts"),
+    ],
+)
+def test_a_penalty_weighs_as_the_loss_of_its_row(words, function, inner, monkeypatch):
+    """Rows of four documents, of two and of none: whatever a loss counts, the penalty of each row is a mean of 0.5."""
+    task = compose([*words, "data.paths=[none]"]).config.task
+    segments = jnp.array([[1, 1, 2, 2, 3, 3, 4, 4], [1, 1, 2, 2, 0, 0, 0, 0], [0] * 8])
+    is_last = jnp.array([[0.0, 1.0] * 4, [0.0, 1.0] * 2 + [0.0] * 4, [0.0] * 8])
+    fields = {"labels": is_last * (segments % 2), "label_values": is_last, "reference_log_probs": is_last}
+    rows = {"segment_ids": segments, "loss_mask": is_last, "kl": jnp.zeros(3), "vector_gradients": jnp.zeros((3, 2, 4))}
+    rows |= fields | {"query_loss": jnp.zeros(3), "accuracy": jnp.zeros(3)}
+    found = {"compute_token_log_probs": -is_last, "embed_texts": jnp.zeros((3, 2, 4))}
+    of_model = (jnp.zeros((3, 8, 2)), is_last) if inner == "score_documents" else (found[inner],)
+    blocks = BlockSums({"router": jnp.full(3, 0.5)}, None)
+    monkeypatch.setattr(f"{function.__module__}.{inner}", lambda *_, **__: (*of_model, blocks))
+    chunk = {"chunk_size": "auto"} if inner == "compute_token_log_probs" else {}
+    result = function(None, rows, task=task, **chunk)
+    assert float(result.sums["router"] / result.weight) == 0.5
