@@ -97,6 +97,24 @@ def test_a_process_without_a_device_says_so(store, monkeypatch):
     assert json.loads(store.texts["tunix/failed/2"])["why"] == "JAX finds no device"
 
 
+def test_a_process_that_waits_for_the_devices_of_all_ends_with_the_one_that_has_none(store, monkeypatch, capsys):
+    """It was aborted a heartbeat's time later, with 76, after which a cluster starts the run again; nobody was named."""
+    ended, reason = threading.Event(), "process 1 (a) failed: JAX finds no device"
+
+    def leave(*given: object) -> None:
+        assert given == (2, reason)
+        ended.set()
+        raise SystemExit
+
+    monkeypatch.setattr(peers, "leave", leave)
+    before = threading.active_count()
+    with peers.following_failures():
+        store.texts["tunix/failed/1"] = json.dumps({"code": 2, "why": "JAX finds no device", "host": "a"})
+        assert ended.wait(10)
+    assert capsys.readouterr().err == f"error: {reason}\n"
+    assert threading.active_count() == before
+
+
 @pytest.mark.parametrize(("code", "own"), [(2, 2), (77, 77), (1, 76), (130, 76)])
 def test_an_error_behind_the_end_of_another_process_has_its_reason_and_its_code(code, own, store, monkeypatch):
     """A disk of process 0 was full: process 1, whose connection broke before its watchdog looked, ended with 76."""

@@ -86,8 +86,31 @@ def join(cfg: Distributed, info: dict[str, Any]) -> list[str]:
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{identity.source}: cannot join the run: {first_line(error)}") from None
     atexit.register(disconnect)  # before that of JAX, which was there first
-    _check_devices()
+    with following_failures():
+        _check_devices()
     return remarks
+
+
+@contextmanager
+def following_failures() -> Iterator[None]:
+    """End this process where another one fails, in a block that waits inside JAX for the devices of all."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.is_set():
+            for rank, failure in published("failed").items():
+                code, reason = describe_failure(int(rank), failure)
+                print(f"error: {reason}", file=sys.stderr, flush=True)
+                leave(code, reason)
+            ended.wait(1)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def disconnect() -> None:
@@ -250,10 +273,10 @@ def publish(key: str, value: str) -> None:
 
 def published(folder: str) -> dict[str, str]:
     """Return what processes have published as FOLDER/KEY, by KEY."""
-    if jax.process_count() == 1:
+    if (store := _find_store()) is None:
         return {}
     try:
-        entries = _find_store().key_value_dir_get(f"tunix/{folder}/")
+        entries = store.key_value_dir_get(f"tunix/{folder}/")
     except RuntimeError:
         return {}
     return {key.rsplit("/", 1)[1]: value for key, value in entries}
