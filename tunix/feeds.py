@@ -32,7 +32,7 @@ from tunix.data.batches import (
 from tunix.data.dataset import Corpus
 from tunix.data.documents import DOCUMENTS
 from tunix.data.image_slots import find_slots
-from tunix.data.prompts import AnyCorpus, PromptCorpus
+from tunix.data.prompts import AnyCorpus, PromptCorpus, load_together
 from tunix.data.tokenizer import decode
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
@@ -276,8 +276,8 @@ class PromptFeed:
 
 
 def load_data(cfg: Config) -> AnyCorpus:
-    """Return the data of a run, of the kind of documents of its task."""
-    return import_object(DOCUMENTS[cfg.task.documents].load)(cfg)
+    """Load the data of a run on every process, process 0 first, of the kind of documents of its task."""
+    return load_together(lambda: import_object(DOCUMENTS[cfg.task.documents].load)(cfg))
 
 
 def make_feed(cfg: Config, corpus: AnyCorpus, train_spec: TrainSpec, mesh: Mesh, watchdog: Watchdog) -> Feed:

@@ -36,7 +36,6 @@ def prepare(cfg: Config) -> None:
     import jax
 
     from tunix.data.dataset import Corpus, make_shares
-    from tunix.data.prompts import load_together
     from tunix.feeds import load_data
     from tunix.inference.teacher import give_logits
     from tunix.processes import peers
@@ -50,7 +49,7 @@ def prepare(cfg: Config) -> None:
     if jax.process_count() > 1:
         make_shares(cfg)
     with announcing("preparing the data", peers.print_progress):
-        corpus = load_together(lambda: load_data(cfg))
+        corpus = load_data(cfg)
     if peers.is_main():
         print(corpus.summary)
         for name, prepared in corpus.prepared.items():

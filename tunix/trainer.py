@@ -29,7 +29,7 @@ from tunix.config.compose import list_remarks, to_yaml
 from tunix.costs.devices import Cluster, find_kind, read_topology, replace_network
 from tunix.costs.step import check_matmul_dtype, find_run_peak_tflops
 from tunix.data.batches import Batch, BatchSource, Numbers, Position
-from tunix.data.prompts import AnyCorpus, load_together
+from tunix.data.prompts import AnyCorpus
 from tunix.data.tokenizer import tokenizer_digest
 from tunix.feeds import Evaluator, Feed, load_data, make_feed
 from tunix.inference.pretrained import check_init_from, load_init_from
@@ -311,7 +311,7 @@ def set_up(
     clock.end("program")
 
     with watchdog.phase("preparing the data", math.inf):
-        corpus = None if cfg.dry_run else load_together(lambda: load_data(cfg))
+        corpus = None if cfg.dry_run else load_data(cfg)
     clock.end("data")
 
     sizes = derive_sizes(train_spec, corpus.num_samples if corpus else None)

@@ -39,7 +39,7 @@ from tunix.config.task import Taught
 from tunix.costs.step import check_matmul_dtype
 from tunix.data.batches import Position
 from tunix.data.documents import DOCUMENTS
-from tunix.data.prompts import AnyCorpus, load_together
+from tunix.data.prompts import AnyCorpus
 from tunix.feeds import load_data, make_feed
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.processes import exits, peers, supervisor
@@ -87,7 +87,7 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bo
     device = device_meshes[0].devices.flat[0]
     check_matmul_dtype(cfg, device.platform, device.device_kind)
     with announcing("preparing the data", peers.print_progress):
-        corpus = load_together(lambda: load_data(cfg))
+        corpus = load_data(cfg)
     trials = []
     for each, mesh in zip(configs, device_meshes, strict=True):
         with announcing(f"compiling and training on {format_mesh_shape(mesh.shape)}", peers.print_progress):
