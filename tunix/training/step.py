@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec, auto_axes, get_abstract_mesh, reshard
+from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.data.batches import Batch, split_shared
 from tunix.models.layer_scan import GradientSums, as_summed, make_slots
@@ -250,7 +250,7 @@ def make_gradients(
     arch: Architecture,
     loss_fn: LossFn,
     sync_every: int,
-    prefetch: bool = False,
+    sums_in_last: bool = False,
     reports_scores: bool = False,
     unrolled: bool = False,
 ) -> Gradients:
@@ -263,6 +263,8 @@ def make_gradients(
         groups          `---group---' `---group---'
         on each device  0 + 1 + 2     3 + 4 + 5         parts of sums, without communication
         over devices            sum1  +       sum2      one reduction a group
+
+    With `sums_in_last` layers add to sums of each device, which replicas sum in the last microbatch.
     """
     arrays = StepArrays(arch, arch.layout.gathers_in_blocks(sync_every), unrolled)
     in_blocks = arrays.in_blocks
@@ -320,7 +322,7 @@ def make_gradients(
             total, more = jax.lax.scan(microbatch, total, others)
             return total, jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest]), reported, more)
 
-        if in_blocks and names and prefetch and arch.layout.has_replicas(get_abstract_mesh().shape):
+        if in_blocks and names and sums_in_last:
             grads, reported = in_replicas((fields, seeds))
         elif in_blocks:
             grads, reported = jax.lax.scan(microbatch, arrays.zeros(local_part=False), (fields, seeds))

@@ -296,8 +296,10 @@ class TrainSpec:
         pipeline, sync_every = self.choices.pipeline, self.choices.sync_every
         reports_scores = self.cfg.optimizer.score_limit is not None
         if pipeline.num_stages == 1:
-            prefetch, unrolled = self.choices.prefetch, self.choices.remat.unrolled
-            return make_gradients(self.arch, self.loss_fn, sync_every, prefetch, reports_scores, unrolled)
+            # Of layers that gather ahead, which hide the sum over replicas behind their work.
+            sums_in_last = self.choices.prefetch and self.layout.has_replicas(self.mesh.shape)
+            unrolled = self.choices.remat.unrolled
+            return make_gradients(self.arch, self.loss_fn, sync_every, sums_in_last, reports_scores, unrolled)
         return make_pipelined_gradients(
             self.arch, self.loss_fn, sync_every, pipeline.num_chunks, pipeline.recompute_runs, reports_scores
         )
