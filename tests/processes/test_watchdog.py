@@ -17,6 +17,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import STOP_SIGNALS
 from tunix.config.compose import compose
 from tunix.processes import peers, watchdog
+from tunix.training.loss import RESERVED
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -102,6 +103,7 @@ def test_the_slow_process_is_named(monkeypatch, caplog):
             dog.pace.compare({1: json.loads(board["progress/1"]), 2: json.loads(board["progress/2"])})
     expected = {"slowest_process": 1, "slowest_host_s": 0.9, "slowest_data_wait_s": 0.45}
     assert dog.pace.slowest == pytest.approx(expected)
+    assert dog.pace.slowest.keys() <= RESERVED  # no loss of a user takes these names
     assert caplog.text.count("is slow") == 1
     assert "process 1 (node-1) is slow: of a step of 1.000 s it spends 0.900 s beside its devices" in caplog.text
 

@@ -6,7 +6,8 @@ import pytest
 from support.harness import ONE_LAYER, batch, program
 
 from tunix.sharding.arrays import to_global
-from tunix.training.optimizer import SpikeGuard
+from tunix.training.loss import RESERVED
+from tunix.training.optimizer import WATCHED, SpikeGuard
 
 SMALLER = [
     "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER,
@@ -89,3 +90,10 @@ def test_the_window_is_the_one_made_by_hand():
             kept.append(values)
     assert {10, 20, 21, 30} <= {n for n, row in enumerate(rows) if row}
     assert rows[22] == rows[21]  # a step that is not finite ends no row
+
+
+def test_a_loss_of_ones_own_takes_no_name_of_the_guard():
+    """The guard's numbers stood in the place of the user's, without a word."""
+    guard = SpikeGuard(8.0, 4)
+    _, _, reported = guard.check(guard.start()["spikes"], dict.fromkeys(WATCHED, np.float32(0)), np.True_)
+    assert reported.keys() <= RESERVED

@@ -206,8 +206,9 @@ def make_loss(cfg: Config, teacher: AnyTeacher | None) -> LossFn:
 
 # Numbers of a line of metrics.jsonl that are no sums of a loss.
 RESERVED = {
-    "step", "split", "tokens", "learning_rate", "grad_norm", "skipped", "spikes", "spikes_total", "data_wait_s",
-    "tokens_per_s", "tokens_per_s_per_device", "step_time_s", "tflops_per_device", "mfu", "peak_memory_gib",
+    "step", "split", "tokens", "learning_rate", "grad_norm", "layer_norms", "skipped", "spikes", "spikes_total",
+    "loss_deviations", "grad_norm_deviations", "data_wait_s", "tokens_per_s", "tokens_per_s_per_device", "step_time_s",
+    "slowest_process", "slowest_host_s", "slowest_data_wait_s", "tflops_per_device", "mfu", "peak_memory_gib",
 }  # fmt: skip
 
 
