@@ -53,7 +53,7 @@ def _format_number(history: History, number: Callable[[History], str]) -> str:
     """Return the text of a number; empty where the run does not have it."""
     try:
         return number(history)
-    except (KeyError, IndexError, ValueError, TypeError, statistics.StatisticsError):
+    except (KeyError, IndexError, ValueError, TypeError, ArithmeticError, statistics.StatisticsError):
         return ""
 
 

@@ -136,6 +136,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, runs, monkeypatch, capsys):
             '{"step": 1, "tokens": 8}\n',
             "metrics.jsonl: a line of training has no step_time_s, so the run",
         ),
+        ("metrics.jsonl", '{"step": "1"}\n', "metrics.jsonl: a line of training has no step, so the run"),
     ],
 )
 def test_a_damaged_file_is_named(runs, file, text, message):
@@ -150,6 +151,17 @@ def test_a_torn_line_is_left_out(runs, torn, capsys):
     (runs[0] / "metrics.jsonl").write_bytes(torn + whole)
     assert read_histories(runs)[0].steps
     assert "metrics.jsonl, line 1, is no JSON object: it is left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["0", "1" + "0" * 400, "NaN", '"x"', "[]"])
+def test_numbers_that_are_none_are_left_out(damage, runs, tmp_path):
+    lines = (runs[0] / "metrics.jsonl").read_text().splitlines()
+    for key in ("loss", "peak_memory_gib", "data_wait_s", "bits_per_byte"):
+        lines = [re.sub(rf'"{key}": [^,}}]*', f'"{key}": {damage}', line) for line in lines]
+    (runs[0] / "metrics.jsonl").write_text("\n".join(lines))
+    (history,) = found = read_histories(runs[:1])
+    assert dict(list_results(found))["tokens"] == ["400"]
+    write_card(tmp_path, "x", "text-generation", None, history.keys, history.steps, history.evaluations, None)
 
 
 def test_text_with_brackets_stays_as_it_is():

@@ -54,13 +54,15 @@ def read_history(folder: Path) -> History:
     def report(number: int) -> None:  # a crash has left a part of a line in the middle
         print(f"{lines}, line {number}, is no JSON object: it is left out", file=sys.stderr)
 
-    records = list(read_json_lines(lines, report)) if lines.is_file() else []
+    records = [_keep_numbers(line) for line in read_json_lines(lines, report)] if lines.is_file() else []
     steps = [record for record in records if "split" not in record]
     if not steps:
         raise UserError(f"{folder} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
     for name in NEEDED:
-        if any(name not in record for record in steps):
+        if any(record.get(name) is None for record in steps):
             raise UserError(f"{lines}: a line of training has no {name}, so the run cannot be compared")
+    if any(record.get("step") is None for record in records):
+        raise UserError(f"{lines}: a line of {SPLIT} or of held-out data has no step, so the run cannot be compared")
     current: list[Line] = []
     for record in records:
         # Lines behind a step from which the run went on later are left out: that model is another one.
@@ -73,6 +75,15 @@ def read_history(folder: Path) -> History:
     seconds = sum(record["step_time_s"] for record in steps)
     name = folder.resolve().name
     return History(name, folder, keys, _keep_latest(steps_now), _keep_latest(held_out), goodput, seconds)
+
+
+def _keep_numbers(line: Line) -> Line:
+    """Return what a line has of numbers that can be computed with, and its split; a damaged one may have anything."""
+    return {
+        key: value
+        for key, value in line.items()
+        if value is None or key == "split" or type(value) is float or (type(value) is int and abs(value) < 1e300)
+    }
 
 
 def _keep_latest(lines: list[Line]) -> list[Line]:

@@ -1,6 +1,7 @@
 """The page of a model on the Hugging Face hub: README.md and an image of the losses, made of the run's own files."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ def _describe_run(keys: dict[str, Any], steps: Sequence[Line], evaluations: Sequ
 
 
 def _read_curve(lines: Sequence[Line]) -> Curve:
-    return [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), float)]
+    return [(line["step"], line["loss"]) for line in lines if math.isfinite(line.get("loss") or math.nan)]
 
 
 def draw_curves(path: Path, curves: dict[str, Curve]) -> None:
