@@ -204,6 +204,7 @@ def test_patterns_read_what_a_parser_reads():
             assert head is not None
             assert (head.step, head.sample, json.loads(head.prompt), head.reward) == (3, 4, text, value)
     assert index.read_head(b'{"step": 1, "sample": 1, "prompt": "p", "answer": "a", "reward": NaN}\n').reward == 0
+    assert index.read_head(b'{"step": 1, "sample": 1, "prompt": "p", "answer": "a", "reward": 0..5}\n') is None
 
 
 @pytest.mark.parametrize(

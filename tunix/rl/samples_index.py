@@ -31,7 +31,7 @@ FIELDS = np.dtype(
 # A quote inside of a JSON string has a backslash before it, so these match keys of the line and nothing in its texts.
 HEAD = re.compile(rb'\{"step": (\d{1,15}), "sample": (\d{1,15}), ')
 PROMPT = re.compile(rb'"prompt": ("[^"\\]*(?:\\.[^"\\]*)*")')
-REWARD = re.compile(rb', "reward": (-?\d[\d.]*(?:[eE][+-]?\d+)?|NaN|-?Infinity)[,}]')
+REWARD = re.compile(rb', "reward": (-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|NaN|-?Infinity)[,}]')
 
 
 class Head(NamedTuple):
