@@ -188,10 +188,12 @@ def test_events_of_a_start_stand_behind_all_that_are_there(tmp_path):
     assert max(tmp_path.iterdir()).name.startswith("events.out.tfevents.9000000001.")
 
 
-def test_the_last_step_has_a_line_too(caplog):
+@pytest.mark.parametrize(("begin", "steps"), [(0, [1, 3, 5]), (1, [2, 3, 5]), (4, [5])])
+def test_the_first_and_the_last_step_have_a_line_too(caplog, begin, steps):
+    """A run whose steps take a minute said nothing for ten minutes."""
     caplog.set_level("INFO")
-    sink = Terminal(Start(Path(), {"logging": {"every_steps": 3}}, 0, 5))
-    for step in range(1, 6):
+    sink = Terminal(Start(Path(), {"logging": {"every_steps": 3}}, begin, 5))
+    for step in range(begin + 1, 6):
         numbers = {
             "loss": 2.0,
             "tokens_per_s": 100.0,
@@ -201,7 +203,7 @@ def test_the_last_step_has_a_line_too(caplog):
             "learning_rate": 0.1,
         }
         sink.write({"step": step, **numbers}, "train")
-    assert [each.message.split("  ")[0] for each in caplog.records] == ["step 3/5", "step 5/5"]
+    assert [each.message.split("  ")[0] for each in caplog.records] == [f"step {step}/5" for step in steps]
 
 
 def test_ids_of_sinks_in_several_threads(tmp_path):

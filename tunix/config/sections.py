@@ -145,7 +145,8 @@ class Logging(Section):
     """Sinks of numbers, texts and images, and how often a line is shown."""
 
     every_steps: Count
-    """Steps between lines on the console and in train.log; every other sink gets every step."""
+    """Steps between lines on the console and in train.log, where the first and the last step of a start have one too;
+    every other sink gets every step."""
     layer_norms_every: Count | None
     """Steps between lines with norms of each layer: of gradients, weights and their changes; null for none."""
     level: Literal["debug", "info", "warning", "error"]

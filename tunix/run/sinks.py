@@ -222,10 +222,14 @@ class TensorBoard(Sink):
 
 
 class Terminal(Sink):
-    """A progress bar on a terminal, and a line every so many steps, which train.log gets too. Every run has it."""
+    """A progress bar on a terminal, and a line every so many steps, which train.log gets too. Every run has it.
+
+    The first step of a start has a line: ten slow steps take so long that a run seemed to hang.
+    """
 
     def __init__(self, start: Start):
-        self.every_steps, self.last_step = start.config["logging"]["every_steps"], start.last_step
+        self.every_steps = start.config["logging"]["every_steps"]
+        self.first_step, self.last_step = start.step + 1, start.last_step
         self.progress: Progress | None = None
         if is_watched():
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -250,7 +254,7 @@ class Terminal(Sink):
             line += f"  dropped {record['dropped_share']:.2%}"
         if self.progress:
             self.progress.update(self.task, completed=step, total=self.last_step, description=line)
-        if step % self.every_steps == 0 or step == self.last_step:
+        if step % self.every_steps == 0 or step in (self.first_step, self.last_step):
             left = timedelta(seconds=round((self.last_step - step) * record["step_time_s"]))
             log.info(
                 f"step {step}/{self.last_step}  {line}  grad norm {_decimals(record['grad_norm'])}  "
