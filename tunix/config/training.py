@@ -38,9 +38,6 @@ REMAT = {
     "attention": ("attention",),
     "full": (),
 }
-# What `training.remat=auto` takes by platform. Elsewhere it is "full", which needs the least memory, unless "dots" is
-# known to fit (plan/ranking.py). A CPU computes slowly and has much memory: benchmarks/results.md has the figures.
-REMAT_BY_PLATFORM = {"cpu": "dots"}
 
 
 def _differ(decays: tuple[float, ...]) -> tuple[float, ...]:

@@ -32,7 +32,6 @@ from tunix.data.batches import Example, Field, Fields
 from tunix.data.packing import Sequences
 from tunix.data.shards import load_mapped
 
-PIECE_BYTES = 1 << 26  # most bytes of a piece, if its rows are longer than one
 OPEN_PIECES = 32  # mapped at one time, of all parts; each takes four file descriptors
 NO_TOKEN = -1e30  # log-probability of a token that has no probability
 

@@ -26,7 +26,6 @@ from tunix.data.batches import choose_evenly, put_rows
 from tunix.data.dataset import Corpus
 from tunix.data.packing import Sequences
 from tunix.data.teacher_logits import (
-    PIECE_BYTES,
     LogitFiles,
     TopK,
     check_disk_space,
@@ -47,6 +46,7 @@ log = logging.getLogger(__name__)
 
 VOCAB = "V"  # letter of the rows of the vocabulary in equations
 NUM_BLOCKS = 64  # of a file of weights that its digest reads
+PIECE_BYTES = 1 << 26  # most bytes of a piece on disk, if its rows are longer than one
 REPORT_EVERY_S = 30.0
 
 

@@ -13,7 +13,7 @@ from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchKeys, BatchShape, PipelineShape
 from tunix.config.layers import ExpertsMlp
 from tunix.config.task import Grpo
-from tunix.config.training import REMAT, REMAT_BY_PLATFORM
+from tunix.config.training import REMAT
 from tunix.models.context_parallel import select_exchange
 from tunix.models.expert_parallel import check_expert_exchange, select_expert_exchange
 from tunix.models.kernels import Choice, choose_kernels, select_expert_matmul
@@ -27,6 +27,9 @@ from tunix.sharding.table import DIMS, data_axes, keeping_axes
 log = logging.getLogger(__name__)
 
 Options = dict[str, bool | int | float | str]
+# What `training.remat=auto` takes by platform. Elsewhere it is "full", which needs the least memory, unless "dots" is
+# known to fit (plan/ranking.py). A CPU computes slowly and has much memory: benchmarks/results.md has the figures.
+REMAT_BY_PLATFORM = {"cpu": "dots"}
 
 
 class Planned(NamedTuple):
