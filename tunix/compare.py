@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tunix.base.errors import FlagParser
+from tunix.base.errors import FlagParser, UserError
 from tunix.base.files import expand_home
 from tunix.base.text import as_typed, print_table
 from tunix.processes import exits
@@ -26,8 +26,14 @@ IGNORED = ("resume", "dry_run", "run_name")  # keys that say nothing about how a
 
 
 def read_histories(folders: list[Path]) -> list[History]:
-    """Read several runs. Each is named by its run_name or its folder; two with the same name, by their full paths."""
+    """Read several runs. Each is named by its run_name or its folder; two with the same name, by their full paths.
+
+    Raises:
+        UserError: a folder is none of a run, or has no line of training.
+    """
     found = [read_history(folder) for folder in folders]
+    if empty := next((each.folder for each in found if not each.steps), None):
+        raise UserError(f"{empty} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
     short = [str(each.keys.get("run_name") or each.name) for each in found]
     names = [name if short.count(name) == 1 else str(each.folder) for name, each in zip(short, found, strict=True)]
     return [replace(each, name=name) for name, each in zip(names, found, strict=True)]

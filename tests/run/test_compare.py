@@ -194,6 +194,14 @@ def test_a_card_of_an_export_counts_what_its_checkpoint_has_learnt(runs, tmp_pat
         assert other not in card.partition("![")[0]
 
 
+def test_a_card_of_step_0_needs_no_line_of_training(runs, tmp_path):
+    (runs[0] / "metrics.jsonl").write_text('{"step": 0, "split": "goodput"}\n')
+    (runs[0] / "checkpoints" / "0").mkdir(parents=True)
+    command = SimpleNamespace(checkpoint=str(runs[0]), push="someone/new")
+    _write_card(command, tmp_path, SimpleNamespace(cfg=SimpleNamespace(init_from=None, labels=None, vision=None)))
+    assert "## Training" not in (tmp_path / "README.md").read_text()
+
+
 def test_a_card_shows_the_whole_of_a_value_with_bars(tmp_path):
     keys = {"model.lora.rank": 8, "model.lora.targets": "attention|mlp"}
     write_card(tmp_path, "a", "text-generation", None, keys, [{"step": 1, "tokens": 8}], [], {"task": "a|b"})

@@ -22,7 +22,7 @@ class History:
     name: str
     folder: Path
     keys: dict[str, Any]  # every key by its dotted name
-    steps: list[Line]  # of training, one for each step; a step that ran twice has the newer line
+    steps: list[Line]  # of training, one for each step; a step that ran twice has the newer line; maybe none yet
     evaluations: list[Line]  # of held-out data, one for each evaluated step
     goodput: Line | None  # the newest line about where its time went (run/goodput.py)
     seconds: float  # sum of the times of all steps; a step that ran twice (a resumed run) counts twice
@@ -43,7 +43,7 @@ def read_history(folder: Path) -> History:
     """Read a run's folder, whose name is the name of the run.
 
     Raises:
-        UserError: it is no folder of a run, has no line of training, or one that lacks a number.
+        UserError: it is no folder of a run, or has a line of training that lacks a number.
     """
     lines = folder / "metrics.jsonl"
     if not (folder / "config.yaml").is_file():
@@ -56,8 +56,6 @@ def read_history(folder: Path) -> History:
 
     records = [_keep_numbers(line) for line in read_json_lines(lines, report)] if lines.is_file() else []
     steps = [record for record in records if "split" not in record]
-    if not steps:
-        raise UserError(f"{folder} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
     for name in NEEDED:
         if any(record.get(name) is None for record in steps):
             raise UserError(f"{lines}: a line of training has no {name}, so the run cannot be compared")
