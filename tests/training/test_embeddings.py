@@ -22,8 +22,10 @@ from tunix.data.batches import stack_examples
 from tunix.data.dataset import load_corpus
 from tunix.data.packing import _fill_examples
 from tunix.data.shards import Arrays
+from tunix.data.tokenizer import train_vocab
 from tunix.evaluate import evaluate
 from tunix.export import export
+from tunix.huggingface import sentence_vectors
 from tunix.huggingface.sentence_vectors import list_files
 from tunix.sharding.mesh import ONE_DEVICE as ONE_DEVICE_SHAPE
 from tunix.sharding.mesh import device_mesh
@@ -116,6 +118,25 @@ def test_files_are_those_that_all_versions_of_sentence_transformers_read(pooling
         ("2_Normalize", "sentence_transformers.models.Normalize"),
     ]
     assert files["sentence_bert_config.json"] == {"max_seq_length": 64, "do_lower_case": False}
+
+
+@pytest.mark.parametrize("bos", ["<bos>", None])
+def test_the_tokenizer_of_an_export_reads_texts_as_the_training_did(bos, tmp_path):
+    vocab = train_vocab(compose(["tokenizer=bytes", "tokenizer.vocab_size=259"]).config.tokenizer, [])
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    copy.mkdir()
+    sentence_vectors.write_files(source, "mean", 32, 64, vocab.backend, bos, "<eos>", "<pad>")
+    sentence_vectors.copy_files(source, copy)
+    assert json.loads((copy / "1_Pooling" / "config.json").read_text())["pooling_mode_mean_tokens"]
+    tokens = Tokenizer.from_file(str(source / "tokenizer.json")).encode("hi").tokens
+    assert tokens == [*([bos] if bos else []), "h", "i", "<eos>"]
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    assert config.pop("tokenizer_class")
+    assert config == {
+        **({"bos_token": bos} if bos else {}), "eos_token": "<eos>", "pad_token": "<pad>", "padding_side": "right",
+        "model_max_length": 64, "split_special_tokens": True,
+    }  # fmt: skip
 
 
 def write_rows(path, count=24):
