@@ -30,6 +30,7 @@ KINDS = {
     "own_keys": (*WIDE, "model.num_kv_heads=4", "model.biases='attention.[qk]'"),
     "sinks": (*WIDE, "model.attention_sinks=true"),
     "latent": (*LATENT, "model.num_layers=1", experts()),
+    "latent_whole": (*LATENT, "model.latent.query_dim=null", "model.num_layers=1", experts()),
     "latent_experts": (*LATENT, experts(dense_layers=1)),
 }
 
@@ -70,6 +71,7 @@ def scores_of(small, rows, params) -> tuple[np.ndarray, np.ndarray]:
 KEPT = {
     "shared_keys": {"q.w": [0.25], "q.bias.b": [0.25], "k.w": [1]},
     "own_keys": {"q.w": [0.5], "q.bias.b": [0.5], "k.w": [0.5], "k.bias.b": [0.5], "v.w": [1]},
+    "latent_whole": {"q_whole.w": [*[0.5] * 8, *[0.25] * 4]},
     "latent": {"q.w": [*[0.5] * 8, *[0.25] * 4], "kv_up.w": [*[0.5] * 8, *[1] * 8], "k.w": [1]},
 }
 
@@ -84,7 +86,7 @@ def test_what_a_head_with_large_scores_keeps(kind):
         width = model.head_dim if len(kept) == 1 else len(kept)
         heads = 1 if kind == "latent" and name == "k.w" else model.num_kv_heads if name[0] in "kv" else model.num_heads
         shape = [len(layers), *([3] if name.endswith("w") else []), heads, width]
-        tree[stack, "attention", *name.split(".")] = jnp.ones(shape)
+        tree[stack, "attention", *name.split(".")] = jnp.ones(shape, jnp.bfloat16)
     params = nnx.traversals.unflatten_mapping(tree)
     scores = np.full((model.num_layers, model.num_heads), 4.0)
     scores[-1, 1] = 32
@@ -95,7 +97,8 @@ def test_what_a_head_with_large_scores_keeps(kind):
         expected = np.ones(found.shape)
         if found.shape[-2] > 1:
             expected[-1, ..., 1, :] = kept
-        np.testing.assert_allclose(found, expected, err_msg=name)
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, err_msg=name)
+        assert found.dtype == jnp.bfloat16
 
 
 @pytest.mark.nightly
