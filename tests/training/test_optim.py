@@ -10,7 +10,8 @@ from support.harness import ONE_LAYER, SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.optimizers.moments import Block, _decode, _encode, _to_half
+from tunix.optimizers.moments import Block, _decode, _encode, _select_block, _to_half
+from tunix.optimizers.table import make_by_matrix
 from tunix.sharding.table import Equation
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.optimizer import check_phases, count_phase_steps, make_optimizer, make_schedule
@@ -158,6 +159,35 @@ def test_muon_is_optaxs(weights):
             direction, state = update(gradients, state, params)
             updates, expected = update_reference(gradients, expected, params)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(-a, b, rtol=1e-6, atol=1e-6), direction, updates)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lion"])
+def test_a_matrix_without_a_gradient_stays(name):
+    """As that of an expert which no token has chosen."""
+    weights = {"w": Weight(Equation("BTD,DF->BTF"), (4, 2), "float32")}
+    rule, params = compose([f"optimizer={name}"]).config.optimizer.rule(weights), random_tree(weights, 0)
+    direction, _ = jax.jit(rule.update)(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
+    assert not np.any(direction["w"])
+
+
+def test_each_expert_is_clipped_by_itself():
+    weights = {"w": Weight(Equation("XCD,LXDF->XCF"), (2, 3, 4, 2), "float32")}
+    updates = jnp.ones((2, 3, 4, 2)).at[1, 2].set(8)
+    clipped, _ = make_by_matrix(optax.clip_by_block_rms(2.0), weights).update({"w": updates}, None, {"w": updates})
+    np.testing.assert_array_equal(clipped["w"], updates.at[1, 2].set(2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [
+        ((256, 64), Block(1, 64)),  # no axis splits F at rest but tp: no block is on two devices
+        ((256, 16), Block(0, 128)),
+        ((24, 6), Block(0, 8)),
+        ((6, 10), None),  # scales would take as much as codes save
+    ],
+)
+def test_blocks_of_8_bit_moments(shape, block):
+    assert _select_block(Weight(Equation("BTD,DF->BTF"), shape, "float32")) == block
 
 
 def test_muon_moves_matrices_along_orthogonal_directions(weights):
