@@ -2,19 +2,21 @@
 
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from support.decoding import compile_decode
-from support.harness import ROOT, program
+from support.harness import ROOT, experts, program
 
 from tunix.costs import rollout as rollout_sizes
 from tunix.costs.hlo import read_collectives
-from tunix.costs.rollout import derive_rollout_costs
+from tunix.costs.rollout import CacheSpec, _count_cache_bytes, derive_rollout_costs
 from tunix.inference.engine import Engine
+from tunix.inference.kv_cache import make_cache
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling
 from tunix.sharding.arrays import bytes_per_device
@@ -196,3 +198,55 @@ def test_memory_is_that_of_the_arrays(rollout_on):
     assert costs.num_bytes["cache"] == bytes_per_device(engine.cache)
     assert costs.rows == engine.num_rows == 8
     assert sampler.programs.num_compiled < costs.num_programs
+
+
+LATENT = "{query_dim: null, dim: 8, value_dim: 8}"
+LINEAR = "{num_key_heads: 2, num_value_heads: 4, key_dim: 8, value_dim: 8, filter_size: 4}"
+CACHES = {
+    "windows": ([], CacheSpec()),
+    "8 bits": ([], CacheSpec("int8")),
+    "shared keys": (
+        [
+            "++model.global_heads={head_dim: 12, num_kv_heads: 1, values_are_keys: false}", "model.num_layers=6",
+            "++model.shared_kv={layers: 2, mlp_dim: 128}", "model.mlp_dim=64", "model.local_rope_theta=1e4",
+        ],
+        CacheSpec(),
+    ),
+    "linear attention": (
+        [f"++model.linear_attention={LINEAR}", "model.sliding_window=null", "model.attention_gate=true"],
+        CacheSpec(),
+    ),
+    "latents of 8 bits": (
+        [
+            "model=deepseek_v3", "model.num_kv_heads=4", "model.head_dim=12", "model.rotated_dim=4", experts(),
+            f"model.latent={LATENT}", "model.sliding_window=null", "model.global_every=1",
+        ],
+        CacheSpec("int8"),
+    ),
+    "guesses": (
+        [
+            "model=glm4_5_air", "model.rotated_dim=4", "model.sliding_window=null", "model.global_every=1", experts(),
+            "model.mtp={loss_weight: 0.3}",
+        ],
+        CacheSpec(by_mtp=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_row_of_a_cache_has_the_bytes_that_are_derived(kind):
+    words, spec = CACHES[kind]
+    built = program(*WORDS, f"model.mesh_shape={ALONE}", *words).built
+    sampler, model = Sampler(built.arch, 128, built.mesh), built.arch.model
+    prefill = partial(sampler.programs.prefill, cache_dtype=spec.dtype, with_mtp=spec.by_mtp)
+    with jax.set_mesh(built.mesh):
+        weights = jax.eval_shape(partial(sampler.gathering, as_matrices=True), built.abstract["params"])
+        tokens, counts = (
+            jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(built.mesh, PartitionSpec(data_axes())))
+            for shape in ((2, 16), (2,))
+        )
+        entries = jax.eval_shape(prefill, weights, tokens, counts, counts)[1]
+    windows = (*model.list_windows(48), *((48, 0) if spec.by_mtp else ()))
+    cache = jax.eval_shape(partial(make_cache, num_rows=3, windows=windows), entries)
+    found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert found == 3 * _count_cache_bytes(built.arch, built.mesh, 48, spec)
