@@ -37,7 +37,13 @@ SMALL_SHARDS = [
     "model=llama3_405b", "model.num_layers=16", "training.seq_len=8192", "training.global_batch_size=1024",
     "plan.topology=h200:128x8", "model.mesh_shape=[[256,4],[fsdp,tp]]", FULL,
 ]  # fmt: skip
-ALONE = {**ON_STAGES, "405b on 1,024": SMALL_SHARDS}
+ON_FOUR_STAGES = [
+    "model=llama3_70b", "training.seq_len=8192", "training.gradient_accumulation_steps=2", "plan.topology=h100:8x8",
+    "model.mesh_shape=[[4,16],[pp,fsdp]]", FULL,
+]  # fmt: skip
+# Programs that waited, and the share of their communication that may be waited for.
+HIDE = {"405b on 1,024": (SMALL_SHARDS, 0.15), "70b on 4 stages": (ON_FOUR_STAGES, 0.1)}
+ALONE = ON_STAGES | {name: words for name, (words, _) in HIDE.items()}
 GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
@@ -127,10 +133,11 @@ def test_arithmetic_is_that_of_the_model(program):
 
 
 @pytest.mark.nightly
-def test_sums_of_many_devices_hide(cache_dir, installs_dir):
-    """Shards are small there, and XLA would join the sums of two layers: half of all communication was waited for."""
-    predicted = compile_plan("405b on 1,024", cache_dir, installs_dir)["predicted"]
-    assert predicted["exposed_communication_s"] < 0.15 * predicted["communication_s"]
+@pytest.mark.parametrize("name", HIDE)
+def test_sums_of_two_layers_hide(name, cache_dir, installs_dir):
+    """XLA joined them, or found no memory for their order: half and a quarter of communication was waited for."""
+    predicted = compile_plan(name, cache_dir, installs_dir)["predicted"]
+    assert predicted["exposed_communication_s"] < HIDE[name][1] * predicted["communication_s"]
 
 
 @pytest.mark.nightly

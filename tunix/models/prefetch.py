@@ -164,8 +164,9 @@ class PrefetchPasses(Passes):
         delay = 2 if has_replicas else 1
         # Sums take turns: that of the layer before begins before this layer computes, and ends before its own begins.
         # Else XLA would join the two of an iteration where shards are small, and begin when both layers are done. With
-        # experts or on stages a step is slower so (docs/log/sharding.md).
-        take_turns = not weights.stages and not any(EXPERTS in equation.w for equation in weights.equations)
+        # experts, and on stages whose layers exchange tokens, a step is slower so (docs/log/sharding.md).
+        exchanges_on_stages = bool(weights.stages and weights.layout.stream_axes)
+        take_turns = not exchanges_on_stages and not any(EXPERTS in equation.w for equation in weights.equations)
 
         def body(carry, each):
             flows, gathered, open_sums, parts, sums, place = carry  # the place is `number + delay`, for the sums alone
