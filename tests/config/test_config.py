@@ -59,6 +59,7 @@ MISTAKES = [
     ("training.compiler_options.xla_x=1", "training.compiler_options has no xla_x yet; write +training.compiler_options.xla_x=VALUE to add it"),
     ("+experiment=grpo_python_tool task.environment_options={rows:1}", "task.environment_options has no rows yet; write +task.environment_options.rows=VALUE to add it, or ~task.environment_options +task.environment_options={rows:VALUE} to set it alone"),
     ("+experiment=grpo_look_up task.environment_options={rows:1}", "task.environment_options: look_up: got an unexpected keyword argument 'rows'; its options: none"),
+    ("+experiment=grpo_look_up task.credit=turns task.advantage=batch_std", "task.credit=turns compares the answers to one prompt, and task.advantage=batch_std those of a step; set task.advantage=group_std"),
     ("+experiment=grpo_python_tool task.environment=search_folder task.environment_options=null", "task.environment_options: search_folder: missing a required argument: 'folder'"),
     ("+experiment=grpo_look_up task.environment=lookup", "openenv, or package.module:name, a list like [a,b] or null; did you mean look_up?"),
     ("+experiment=distill_addition", "a weight of 0 for exact_match leaves nothing to learn from; name a reward, or give task.teacher=RUN"),

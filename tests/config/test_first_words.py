@@ -234,6 +234,7 @@ def test_a_random_base_is_said():
         ("+experiment=grpo_addition sampling.max_turn_tokens=4", "sampling.max_turn_tokens: nothing reads it: task.environment"),
         ("+experiment=grpo_addition task.importance=mask", ""),
         ("+experiment=grpo_addition task.importance=mask task.passes_per_rollout=2", "task.importance: nothing reads it: it is of"),
+        ("+experiment=grpo_addition task.clip=soft task.clip_low=0.1", "task.clip_low: nothing reads it: task.clip=soft has no limits"),
         ("+experiment=grpo_addition task.kl=loss task.curriculum.turns=3", "task.kl: nothing reads it: task.kl_coefficient=0; give a number; task.curriculum.turns: nothing reads it: "),
         ("tokenizer.path=my.json tokenizer.vocab_size=300", "tokenizer.vocab_size: nothing reads it: the tokenizer is read"),
         ("tokenizer.path=my.json tokenizer.train=true tokenizer.vocab_size=300", ""),

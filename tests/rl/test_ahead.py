@@ -276,6 +276,7 @@ def test_weights_of_importance():
     np.testing.assert_allclose(IMPORTANCE["truncate"](logs, 2.0, answers), [[0.5, 2, 1], [1.5, 1.5, 1]], rtol=1e-6)
     np.testing.assert_allclose(IMPORTANCE["mask"](logs, 2.0, answers), [[0.5, 0, 1], [1.5, 1.5, 1]], rtol=1e-6)
     np.testing.assert_allclose(IMPORTANCE["sequence"](logs, 2.0, answers), [[1.5] * 3, [2.0] * 3], rtol=1e-6)
+    np.testing.assert_allclose(IMPORTANCE["sequence_mask"](logs, 2.0, answers), [[1.5] * 3, [0.0] * 3], rtol=1e-6)
 
 
 def test_the_plan_knows_both_meshes():

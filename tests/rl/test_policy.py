@@ -1,15 +1,20 @@
 """The loss of GRPO on models so small that all answers can be listed, and its parts on numbers."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import reshard
-from support.harness import ONE_LAYER, SGD, SMALL, batch, program
+from support.harness import ONE_LAYER, ROOT, SGD, SMALL, batch, program
 
+import tunix
 from tunix.config.compose import compose
 from tunix.config.task import Grpo
-from tunix.rl.rollouts import ADVANTAGES, count_microbatches, has_signal, plan_rows
+from tunix.inference.engine import Answer
+from tunix.rl.rollouts import ADVANTAGES, arrange_answers, count_microbatches, has_signal, plan_rows
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.grpo import compute_gains, policy_loss, weigh_answers
@@ -227,6 +232,74 @@ def test_clipped_gradients_are_those_of_the_formula(ratio, clip):
     np.testing.assert_array_equal(gains.is_clipped, outside * MASK)
 
 
+TRL = json.loads((ROOT / "tests" / "training" / "trl" / "policy.json").read_text())
+SHARED = {"steps_per_rollout": 2, "max_importance": None}
+OF_REFERENCE = SHARED | {"divide_by": "answers", "kl_coefficient": TRL["kl_coefficient"]}
+TRL_TASKS = {
+    "tokens": SHARED,
+    "answers": SHARED | {"divide_by": "answers"},
+    "constant": SHARED | {"divide_by": "constant"},
+    "divergence": OF_REFERENCE | {"kl": "loss"},
+    "weighted": OF_REFERENCE | {"kl": "weighted"},
+    "bounded": SHARED | {"max_importance": TRL["delta"]},
+    "cispo": SHARED | {"clip": "weights", "clip_low": 1.0},
+    "gspo": SHARED | {"divide_by": "answers", "ratio": "answer"},
+    "gspo_tokens": SHARED | {"ratio": "answer"},
+    "sapo": SHARED | {"divide_by": "answers", "clip": "soft"},
+    "on_policy": OF_REFERENCE | {"steps_per_rollout": 1, "kl": "weighted"},
+    "token_truncate": {"importance": "truncate"},
+    "token_mask": {"importance": "mask"},
+    "sequence_truncate": {"importance": "sequence"},
+    "sequence_mask": {"importance": "sequence_mask"},
+}
+
+
+@pytest.fixture(scope="module")
+def of_trl():
+    """TRL's answers in rows, their log-probabilities, and the norm of the gradient of a loss of these."""
+    model = tunix.load_pretrained(ROOT / "tests" / "models" / "parity" / "llama")
+    head = json.loads((ROOT / "tests" / "training" / "trl" / "losses.json").read_text())["head"]
+    params = model.params | {"head": {"table": model.params["head"]["table"] * head}}
+    rows = TRL["answers"]
+    answers = [Answer(row["answer"], row["sampled"], row["sampled"], True) for row in rows]
+    fields = arrange_answers([row["prompt"] for row in rows], answers, 16, None)
+    reference = np.zeros_like(fields["log_probs"])
+    reference[fields["loss_mask"] > 0] = np.concatenate([row["reference"] for row in rows])
+    advantages = np.array(TRL["advantages"], np.float32)[:, None] * fields["loss_mask"]
+    fields |= {"reference_log_probs": reference, "advantages": advantages}
+
+    def score(params):
+        keys = {"chunk_size": 8, "temperature": TRL["temperature"]}
+        return compute_token_log_probs(model.arch.module(params), fields, None, **keys)[0]
+
+    def norm(slope):
+        return optax.tree.norm(jax.vjp(score, params)[1](slope)[0])
+
+    with jax.set_mesh(model.mesh):
+        log_probs, norm = jax.jit(score)(params), jax.jit(norm)
+        yield fields, np.asarray(log_probs), lambda slope: float(norm(reshard(slope, jax.typeof(log_probs).sharding)))
+
+
+@pytest.mark.parametrize("name", TRL_TASKS)
+def test_losses_and_gradients_are_trls(name, of_trl):
+    fields, log_probs, norm = of_trl
+    limits = {"clip_low": TRL["clip_low"], "clip_high": TRL["clip_high"], "max_importance": TRL["cap"]}
+    settings = task(**limits | {"divide_by": "tokens"} | TRL_TASKS[name])
+    share, weights = weigh_answers(fields, settings, TRL["max_new_tokens"])
+
+    @jax.jit
+    def loss(log_probs):
+        gains = compute_gains(log_probs, fields, settings)
+        return -jnp.sum(gains.gain * fields["loss_mask"] * share) / jnp.sum(weights), gains
+
+    (value, gains), slope = jax.value_and_grad(loss, has_aux=True)(log_probs)
+    numbers = {"loss": value, "grad_norm": norm(slope), "clipped": np.sum(gains.is_clipped) / fields["loss_mask"].sum()}
+    if gains.kl is not None:
+        numbers["kl"] = np.sum(gains.kl) / fields["loss_mask"].sum()
+    for key, value in TRL["losses"][name].items():
+        assert float(numbers[key]) == pytest.approx(value, rel=2e-5, abs=1e-6), key
+
+
 def test_a_step_in_microbatches_has_the_same_gradient():
     """Of answers of unequal lengths: a mean of the means of microbatches would be another number."""
     rows, length, rng = 8, 32, np.random.default_rng(0)
@@ -287,6 +360,9 @@ def test_advantages_of_groups():
     rewards = np.array([[1.0, 0, 0, 1], [2, 2, 2, 2]])
     np.testing.assert_array_equal(ADVANTAGES["centered"](rewards), [[0.5, -0.5, -0.5, 0.5], [0] * 4])
     np.testing.assert_array_equal(ADVANTAGES["group_std"](rewards), [[1, -1, -1, 1], [0] * 4])
+    np.testing.assert_allclose(
+        ADVANTAGES["batch_std"](rewards), 0.5 / rewards.std() * np.array([[1, -1, -1, 1], [0] * 4])
+    )
     np.testing.assert_allclose(ADVANTAGES["leave_one_out"](rewards)[0], [2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert has_signal(ADVANTAGES["centered"](rewards)).tolist() == [True, False]
 

@@ -554,6 +554,8 @@ UNREAD: tuple[tuple[str, Callable[[Config, str], object], str], ...] = (
     (r"task\.importance$",
      lambda cfg, key: isinstance(cfg.task, Grpo) and cfg.task.on_policy and cfg.task.max_importance,
      "it is of one step a rollout with a number for task.max_importance"),
+    (r"task\.clip_(low|high)$", lambda cfg, key: getattr(cfg.task, "clip", None) != "soft",
+     "task.clip=soft has no limits"),
     (r"task\.kl$", lambda cfg, key: getattr(cfg.task, "kl_coefficient", None),
      "task.kl_coefficient=0; give a number"),
     (r"task\.curriculum\.turns$", lambda cfg, key: isinstance(cfg.task, Grpo) and cfg.task.curriculum.is_used,

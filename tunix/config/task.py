@@ -262,18 +262,20 @@ class Grpo(Prompted, Taught):
     answers_per_row: Count
     """Most answers that share a row of training.seq_len tokens, as short documents do; a step then takes as many
     microbatches as its rows need. 1 gives each answer a row of its own."""
-    advantage: Literal["centered", "group_std", "leave_one_out"]
-    """Advantage of an answer: its reward less the mean of its group (centered); that, divided by the group's standard
-    deviation (group_std: GRPO, arXiv:2402.03300); or its reward less the mean of the others of its group
-    (leave_one_out: RLOO, arXiv:2402.14740)."""
+    advantage: Literal["centered", "group_std", "batch_std", "leave_one_out"]
+    """Advantage of an answer: its reward less the mean of its group (centered); that, divided by the standard deviation
+    of the group (group_std: GRPO, arXiv:2402.03300) or of all answers of the step (batch_std: arXiv:2508.08221); or its
+    reward less the mean of the others of its group (leave_one_out: RLOO, arXiv:2402.14740)."""
     divide_by: Literal["tokens", "answers", "constant"]
     """What the sum over tokens of a step is divided by: tokens of all answers (DAPO, arXiv:2503.14476); answers, each
     by its own length first (GRPO); or answers x sampling.max_new_tokens (Dr. GRPO, arXiv:2503.20783)."""
     ratio: Literal["token", "answer"]
     """What the ratio of new to old probability is of: each token, or the whole answer (GSPO, arXiv:2507.18071: with
     divide_by=answers)."""
-    clip: Literal["ratio", "weights"]
-    """Beyond the limits a token has no gradient (PPO), or keeps it with a clipped weight (CISPO, arXiv:2506.13585)."""
+    clip: Literal["ratio", "weights", "soft"]
+    """Beyond the limits a token has no gradient (ratio: PPO), or keeps it with a clipped weight (weights: CISPO,
+    arXiv:2506.13585); or without limits its gradient fades with the distance of the ratio from 1 (soft: SAPO,
+    arXiv:2511.20347)."""
     clip_low: Share
     """Share by which a ratio may fall."""
     clip_high: NonNegative
@@ -281,18 +283,21 @@ class Grpo(Prompted, Taught):
     max_importance: Positive | None
     """Cap of the probability in training over the one in sampling, which weights each token. With several steps on a
     rollout it bounds the ratio where the advantage is negative (dual clip, arXiv:1912.09729). Null does neither."""
-    importance: Literal["truncate", "mask", "sequence"]
+    importance: Literal["truncate", "mask", "sequence", "sequence_mask"]
     """What task.max_importance does with one step a rollout: caps the weight of each token (truncate), leaves tokens
-    beyond it out (mask), or caps one weight of the whole answer, the product of those of its tokens (sequence)."""
+    beyond it out (mask), or caps one weight of the whole answer, the product of those of its tokens (sequence), or
+    leaves answers beyond it out (sequence_mask)."""
     staleness: CountOrZero
     """Rollouts that are drawn ahead, beside learning: each by the weights that are so many rollouts older than those
     that learn from it, always. 0 draws between steps."""
     rollout_devices: Count | None
     """Devices that draw answers on a mesh of their own, the last ones of each host; null draws on the mesh that
     learns. Needs task.staleness."""
-    kl: Literal["advantage", "loss"]
+    kl: Literal["advantage", "loss", "weighted"]
     """Where the divergence from the model of step 0 enters: as a penalty of each answer's reward, whose gradient is
-    exact (advantage: k1), or in the loss of each token (loss: k3, http://joschu.net/blog/kl-approx.html)."""
+    exact (advantage: k1), or in the loss of each token (loss: k3, http://joschu.net/blog/kl-approx.html), there also
+    times the ratio of task.ratio, which makes the gradient of each token's divergence exact (weighted:
+    arXiv:2512.02556)."""
     kl_coefficient: NonNegative
     """Weight of the divergence, a reward per nat; 0 needs no reference model."""
     truncated: Literal["count", "mask", "zero"]
@@ -386,6 +391,11 @@ class Grpo(Prompted, Taught):
         if self.environment is None and (self.credit == "turns" or self.environment_options is not None):
             key = "credit=turns" if self.credit == "turns" else "environment_options"
             raise ValueError(f"task.{key} is of an environment, and task.environment=null")
+        if self.credit == "turns" and self.advantage == "batch_std":
+            raise ValueError(
+                "task.credit=turns compares the answers to one prompt, and task.advantage=batch_std those of a step; "
+                "set task.advantage=group_std"
+            )
         if isinstance(self.environment, tuple) and len({*self.environment}) < max(1, len(self.environment)):
             raise ValueError(
                 f"task.environment={format_environment(self.environment)}: expected names that differ, or null"

@@ -240,7 +240,7 @@ def _join(parts: Sequence[Scores]) -> Scores:
 #
 # rewards [1, 4]      1      0      0      1        mean 0.5, standard deviation 0.5
 # centered          0.5   -0.5   -0.5    0.5
-# group_std           1     -1     -1      1
+# group_std           1     -1     -1      1        batch_std: divided by the deviation of all groups
 # leave_one_out     2/3   -2/3   -2/3    2/3        the first: 1 - (0 + 0 + 1) / 3
 
 # Rewards of a group that differ by less than this count as equal: the difference is a rounding error, not a signal.
@@ -258,6 +258,11 @@ def scale_by_deviation(rewards: np.ndarray) -> np.ndarray:
     return np.where(deviation > EQUAL, center(rewards) / np.maximum(deviation, EQUAL), 0.0)
 
 
+def scale_by_batch(rewards: np.ndarray) -> np.ndarray:
+    """Return centred rewards [P, G] divided by the standard deviation of all rewards. (arXiv:2508.08221)"""
+    return center(rewards) / max(rewards.std(), EQUAL)
+
+
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     """Return rewards [P, G] less the mean of the others of their group. (RLOO, arXiv:2402.14740)"""
     # r - (sum - r) / (G - 1) = (G r - sum) / (G - 1) = (r - mean) G / (G - 1), where sum and mean are of all G answers.
@@ -268,6 +273,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "centered": center,
     "group_std": scale_by_deviation,
+    "batch_std": scale_by_batch,
     "leave_one_out": leave_one_out,
 }
 

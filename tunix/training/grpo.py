@@ -10,7 +10,7 @@ training, and A the advantage of the token (`ADVANTAGES` of rl/rollouts.py):
 
 Sources: GRPO arXiv:2402.03300, DAPO (clip-higher, division by tokens) arXiv:2503.14476, Dr. GRPO (division by a
 constant) arXiv:2503.20783, GSPO (the ratio of an answer) arXiv:2507.18071, CISPO (clipped weights) arXiv:2506.13585,
-truncated importance weights as in https://fengyao.notion.site/off-policy-rl.
+SAPO (a gate in the place of limits) arXiv:2511.20347, truncated importance weights as in https://fengyao.notion.site/off-policy-rl.
 """
 
 from typing import NamedTuple
@@ -32,6 +32,8 @@ POLICY_FIELDS = {
     "log_probs": Field("ABT", "float32"),  # of each target, under the policy that drew it, at its temperature
     "reference_log_probs": Field("ABT", "float32"),  # of each target under the reference; 0 where there is none
 }
+# How steep SAPO's gate is for tokens with a positive advantage, and for others.
+GATES = 1.0, 1.05
 # Added to the divisor of a mean: where nothing is learnt (all answers masked), 0 is divided by this and not by 0.
 # Beside a count of at least 1 it vanishes in float32.
 ALMOST_NOTHING = 1e-9
@@ -125,6 +127,9 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     clipped = jnp.clip(ratio, 1 - task.clip_low, 1 + task.clip_high)
     if task.clip == "weights":  # every token keeps a gradient; its weight is clipped
         gain = jax.lax.stop_gradient(clipped) * advantages * log_probs
+    elif task.clip == "soft":  # at a ratio of 1 the slope is that of the ratio; it falls to 0 on both sides
+        steepness = jnp.where(advantages > 0, *GATES)
+        gain = jax.nn.sigmoid(steepness * (ratio - 1)) * 4 / steepness * advantages
     else:
         # Where the advantage is negative, min() bounds the ratio from below alone; the largest weight bounds it above.
         bounded = ratio if max_ratio is None else jnp.minimum(ratio, max_ratio)
@@ -139,11 +144,13 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
         # r - 1 - log r has the mean of -log r, which is the divergence, with less variance; and r - 1 >= log r.
         log_r = masked(batch["reference_log_probs"] - log_probs)
         kl = jnp.exp(log_r) - 1 - log_r
-    if kl is not None and task.kl == "loss":
-        gain = gain - task.kl_coefficient * kl
+    if kl is not None and task.kl != "advantage":
+        # The weight has a gradient too: with k3 alone, that of a token is not the gradient of its divergence.
+        gain = gain - task.kl_coefficient * kl * (ratio if task.kl == "weighted" else 1.0)
     # min() takes the clipped branch, which has no gradient, where the ratio has gone further than it may in the
     # direction in which the advantage pulls; in the other direction the gradient brings it back.
     outside = ((ratio > clipped) & (advantages > 0)) | ((ratio < clipped) & (advantages < 0))
+    outside = outside & (task.clip != "soft")
     return Gains(masked(gain), masked(ratio), masked(outside.astype(jnp.float32)), jnp.abs(masked(now - sampled)), kl)
 
 
@@ -184,8 +191,18 @@ def _weigh_sequences(log_weights: jax.Array, max_weight: float, answers: Answers
     return answers.spread(jnp.minimum(jnp.exp(answers.sum(log_weights)), max_weight))
 
 
+def _mask_sequences(log_weights: jax.Array, max_weight: float, answers: Answers) -> jax.Array:
+    """Return the weight of each whole answer at all of its tokens, [B, T], 0 where it is larger."""
+    return answers.spread(_mask(answers.sum(log_weights), max_weight, answers))
+
+
 # Weights p / q of tokens, by the value of task.importance: (log p - log q [B, T], largest weight, answers) -> [B, T].
-IMPORTANCE = {"truncate": _truncate, "mask": _mask, "sequence": _weigh_sequences}
+IMPORTANCE = {
+    "truncate": _truncate,
+    "mask": _mask,
+    "sequence": _weigh_sequences,
+    "sequence_mask": _mask_sequences,
+}
 
 
 def weigh_answers(batch: Batch, task: Grpo, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
