@@ -307,6 +307,7 @@ def test_a_loss_of_ones_own_gets_the_fields_of_its_task(folder):
     for words, message in (
         ("task.loss=dpo", "task.loss=dpo is the loss of task=dpo: batches of task=pretrain lack its fields"),
         ("task=dpo data=arithmetic task.loss=next_token", "is the loss of task=pretrain and task=sft: batches of"),
+        ("task.loss=dft", "task.loss=dft is the loss of task=sft: batches of task=pretrain lack its fields"),
         ("task.loss=my_parts:focal_loss training.z_loss=0.1", "task.loss=my_parts:focal_loss has no such term; set it"),
     ):
         with pytest.raises(UserError, match=f"{message}.*"):

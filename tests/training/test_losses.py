@@ -125,6 +125,28 @@ def test_logits_computed_once_have_the_gradient_of_whole_logits():
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max(), err_msg=name)
 
 
+def test_dft_makes_the_sum_of_probabilities_larger():
+    """Its gradient is that of minus the probabilities of the targets; `loss` stays the cross entropy."""
+    one = program(*ONE, *ONE_LAYER)
+    with jax.set_mesh(one.mesh):
+        rows = {name: leaf[0] for name, leaf in to_global(batch(sequences=4), one.mesh).items()}
+
+        def dft(params):
+            loss = LOSSES["dft"].make(one.cfg)(one.arch.module(params), rows, None)
+            return loss.objective, loss.sums["loss"]
+
+        def by_hand(params):
+            log_probs = compute_token_log_probs(one.arch.module(params), rows, None, chunk_size=8)[0]
+            sums = (jnp.sum(x * rows["loss_mask"]) for x in (jnp.exp(log_probs), log_probs))
+            return tuple(-x for x in sums)
+
+        compute = jax.jit(lambda params: [jax.grad(f, has_aux=True)(params) for f in (dft, by_hand)])
+        (found, loss), (expected, cross_entropy) = compute(one.state["params"])
+    np.testing.assert_allclose(loss, cross_entropy, rtol=1e-6)
+    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
+
+
 def test_the_gradient_of_the_table_is_added_up_in_float32():
     """Products are bfloat16. The loop over chunks carries the sum [V, D]."""
     small = program(*ONE, "training.mixed_precision=bf16", "training.loss_chunk_size=8")

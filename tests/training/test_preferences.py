@@ -46,6 +46,7 @@ VARIANTS = {
     "ipo": {"objective": "ipo"},
     "length_normalized": {"length_normalized": True},
     "smoothed": {"label_smoothing": TRL["label_smoothing"]},
+    "robust": {"objective": "robust", "label_smoothing": TRL["label_smoothing"]},
     "simpo": {"objective": "simpo", "simpo_gamma": TRL["simpo_gamma"]},
     "orpo": {"objective": "orpo"},
 }

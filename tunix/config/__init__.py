@@ -38,7 +38,8 @@ __all__ = [
     "Tokenizer", "Training",
 ]  # fmt: skip
 
-LOSSES_WITH_TERMS = ("next_token", "grpo")  # losses that training.z_loss and the layer of model.mtp add a term to
+# Losses that training.z_loss and the layer of model.mtp add a term to.
+LOSSES_WITH_TERMS = "next_token", "dft", "grpo"
 
 
 def list_dims(model: Model, batch: BatchKeys) -> dict[str, int]:

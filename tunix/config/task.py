@@ -95,6 +95,7 @@ class Task(Section):
     documents: ClassVar[str]  # what a document of the data is: a key of `DOCUMENTS` in data/documents.py
     supports_text: ClassVar[bool] = False  # a source may give plain text; otherwise it must give rows with columns
     default_loss: ClassVar[str]  # a key of LOSSES in training/loss.py
+    other_losses: ClassVar[tuple[str, ...]] = ()  # further keys that take its batches
     needs_head: ClassVar[bool] = True  # the loss takes logits, or the numbers of model.labels
 
     name: str
@@ -194,6 +195,7 @@ class Sft(Distilled):
 
     documents = "conversation"
     default_loss = "next_token"
+    other_losses = ("dft",)
 
     name: Literal["sft"]  # type: ignore[assignment]
     """What is learnt."""
@@ -514,6 +516,7 @@ class PairObjective(NamedTuple):
 
 PAIR_OBJECTIVES = {
     "sigmoid": PairObjective("tunix.training.dpo:sigmoid_loss", has_reference=True, per_token=False, is_smoothed=True),
+    "robust": PairObjective("tunix.training.dpo:robust_loss", has_reference=True, per_token=False, is_smoothed=True),
     "ipo": PairObjective("tunix.training.dpo:ipo_loss", has_reference=True, per_token=True, is_smoothed=False),
     "simpo": PairObjective("tunix.training.dpo:simpo_loss", has_reference=False, per_token=True, is_smoothed=True),
     "orpo": PairObjective("tunix.training.dpo:orpo_loss", has_reference=False, per_token=True, is_smoothed=False),
@@ -530,7 +533,8 @@ class Dpo(Compared):
     name: Literal["dpo"]  # type: ignore[assignment]
     """What is learnt."""
     objective: Literal[tuple(PAIR_OBJECTIVES)]  # type: ignore[valid-type]
-    """Loss, a function of the margin: -log sigmoid(beta x margin) (sigmoid: DPO), or (margin - 1 / (2 beta))^2, per
+    """Loss, a function of the margin: -log sigmoid(beta x margin) (sigmoid: DPO), the same without the bias of turned
+    labels (robust: arXiv:2403.00409), or (margin - 1 / (2 beta))^2, per
     token of an answer (ipo: arXiv:2310.12036). The margin is how much more the log-probability of the chosen answer has
     grown since step 0 than that of the rejected one. Without a reference, with log-probabilities per token: -log
     sigmoid(beta x margin - simpo_gamma) (simpo: arXiv:2405.14734), or the loss of the chosen answer and its prompt less
@@ -541,7 +545,8 @@ class Dpo(Compared):
     simpo_gamma: NonNegative
     """simpo: margin, times beta, that a pair should have."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
-    """sigmoid, simpo: share of the pairs that are taken to be in the wrong order (cDPO, ericmitchell.ai/cdpo.pdf)."""
+    """sigmoid, simpo, robust: share of the pairs that are taken to be in the wrong order (sigmoid: cDPO,
+    ericmitchell.ai/cdpo.pdf)."""
     length_normalized: Flag
     """sigmoid: log-probabilities per token of an answer in place of their sum."""
     sft_weight: NonNegative
@@ -681,6 +686,6 @@ AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo | Kto | Reward | Classify | Embe
 
 
 def list_tasks_of_loss(loss: str) -> list[str]:
-    """Return the names of the tasks whose own loss this is."""
-    tasks = get_args(get_args(AnyTask)[0])
-    return [get_args(task.model_fields["name"].annotation)[0] for task in tasks if task.default_loss == loss]
+    """Return the names of the tasks whose batches this loss takes."""
+    tasks = [task for task in get_args(get_args(AnyTask)[0]) if loss in (task.default_loss, *task.other_losses)]
+    return [get_args(task.model_fields["name"].annotation)[0] for task in tasks]

@@ -9,9 +9,9 @@ with the even number behind it.
 
     margin = (log p(chosen) - x) - (log p(rejected) - y)      nats: how far the policy has moved the pair apart
 
-DPO is arXiv:2305.18290, its smoothed labels cDPO (ericmitchell.ai/cdpo.pdf), IPO arXiv:2310.12036. SimPO
-(arXiv:2405.14734) and ORPO (arXiv:2403.07691) have no reference: x, y, z and w are 0. `PAIR_OBJECTIVES` of
-config/task.py lists them.
+DPO is arXiv:2305.18290, its smoothed labels cDPO (ericmitchell.ai/cdpo.pdf), robust DPO arXiv:2403.00409, IPO
+arXiv:2310.12036. SimPO (arXiv:2405.14734) and ORPO (arXiv:2403.07691) have no reference: x, y, z and w are 0.
+`PAIR_OBJECTIVES` of config/task.py lists them.
 """
 
 from typing import NamedTuple
@@ -107,6 +107,12 @@ def _smoothed(scaled: jax.Array, smoothing: float) -> jax.Array:
 
 def sigmoid_loss(pairs: Pairs, task: Dpo) -> jax.Array:
     return _smoothed(task.beta * pairs.margin, task.label_smoothing)
+
+
+def robust_loss(pairs: Pairs, task: Dpo) -> jax.Array:
+    # Its mean is that of `sigmoid_loss` on the pairs in their right order, where this share of them is turned around.
+    scaled, share = task.beta * pairs.margin, task.label_smoothing
+    return (share * jax.nn.log_sigmoid(-scaled) - (1 - share) * jax.nn.log_sigmoid(scaled)) / (1 - 2 * share)
 
 
 def ipo_loss(pairs: Pairs, task: Dpo) -> jax.Array:

@@ -77,11 +77,13 @@ def next_token_loss(
     z_loss: float,
     teacher: AnyTeacher | None = None,
     teacher_weight: float = 0.0,
+    weighted: bool = False,
 ) -> Loss:
     """Compute the next-token cross entropy in nats over tokens [B, T] where `loss_mask` is not 0.
 
     Minimised is nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311); `loss` is the nll alone. With a teacher, the nll
-    counts with 1 - teacher_weight, and the divergence from the teacher (`teacher_kl`) with teacher_weight.
+    counts with 1 - teacher_weight, and the divergence from the teacher (`teacher_kl`) with teacher_weight. `weighted`
+    minimises each nll times the token's probability, without a gradient of this weight (DFT, arXiv:2508.05629).
     """
     output = None if teacher is None else teacher.read(batch)
 
@@ -90,7 +92,8 @@ def next_token_loss(
         nll, squares = scores.nll * mask, z_loss * (scores.log_z**2 * mask)
         sums = {"loss": nll, "z_loss": squares}
         if scores.divergence is None:
-            return nll + squares, sums
+            weights = jax.lax.stop_gradient(jnp.exp(-scores.nll)) if weighted else 1.0
+            return weights * nll + squares, sums
         divergence = scores.divergence * mask
         learnt = (1 - teacher_weight) * nll + teacher_weight * divergence
         return learnt + squares, sums | {"teacher_kl": divergence}
@@ -124,8 +127,9 @@ def _compute_text_metrics(sums: Sums, weight: jax.Array, num_bytes: int) -> dict
     }
 
 
-def _make_next_token(cfg: Config, teacher: AnyTeacher | None = None) -> LossFn:
-    loss = partial(next_token_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
+def _make_next_token(cfg: Config, teacher: AnyTeacher | None = None, weighted: bool = False) -> LossFn:
+    keys = cfg.training.loss_chunk_size, cfg.training.z_loss
+    loss = partial(next_token_loss, chunk_size=keys[0], z_loss=keys[1], weighted=weighted)
     if teacher is None:
         return loss
     assert isinstance(cfg.task, Distilled)
@@ -158,6 +162,7 @@ _answer_metrics = partial(compute_means, "eval_answers")
 
 LOSSES = {
     "next_token": LossKind(_make_next_token, _compute_text_metrics),  # of sft too: its loss_mask keeps only the answers
+    "dft": LossKind(partial(_make_next_token, weighted=True), _compute_text_metrics),
     "dpo": LossKind(_in_chunks(preference_loss), _pair_metrics, PAIR_FIELDS, logits_again=True),
     "kto": LossKind(_in_chunks(labelled_loss), _answer_metrics, LABELLED_FIELDS, make_kl_estimate, logits_again=True),
     "grpo": LossKind(_make_policy, _compute_text_metrics, POLICY_FIELDS, logits_again=True),

@@ -27,7 +27,13 @@ HEAD, BETA, SMOOTHING, GAMMA = 1.2, 0.3, 0.2, 0.5
 # Of KTO. With a flatter policy than the reference, the divergence is above 0, where it is not cut off.
 FLAT_HEAD, UNDESIRABLE_WEIGHT, LABELS = 0.9, 1.5, [True, False, True, True, False]
 # TRL has no smoothed labels for its sigmoid loss. Those of `aot` are the same where a batch is one pair: nothing is sorted.
-LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "length_normalized": "sigmoid_norm", "smoothed": "aot"}
+LOSSES = {
+    "sigmoid": "sigmoid",
+    "ipo": "ipo",
+    "length_normalized": "sigmoid_norm",
+    "smoothed": "aot",
+    "robust": "robust",
+}
 # Losses without a reference: trainer, its config, keys of its config.
 FREE = {
     "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": GAMMA}),
@@ -63,7 +69,7 @@ def make_trainer(folder: str, loss_type: str) -> trl.DPOTrainer:
     (policy, reference), tokenizer = make_models(), make_tokenizer()
     unread = Dataset.from_list([{"prompt": "t1 t2", "chosen": " t3", "rejected": " t4"}] * 2)
     config = trl.DPOConfig(
-        folder, loss_type=loss_type, beta=BETA, label_smoothing=SMOOTHING if loss_type == "aot" else 0.0,
+        folder, loss_type=loss_type, beta=BETA, label_smoothing=SMOOTHING if loss_type in ("aot", "robust") else 0.0,
         report_to=[], use_cpu=True, bf16=False, disable_dropout=True,
     )  # fmt: skip
     return trl.DPOTrainer(policy, reference, config, train_dataset=unread, processing_class=tokenizer)
