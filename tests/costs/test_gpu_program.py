@@ -39,7 +39,7 @@ SMALL_SHARDS = [
 ]  # fmt: skip
 ON_FOUR_STAGES = [
     "model=llama3_70b", "training.seq_len=8192", "training.gradient_accumulation_steps=2", "plan.topology=h100:8x8",
-    "model.mesh_shape=[[4,16],[pp,fsdp]]", FULL,
+    "plan.memory_share=0.95", "model.mesh_shape=[[4,16],[pp,fsdp]]", FULL,
 ]  # fmt: skip
 # Programs that waited, and the share of their communication that may be waited for.
 HIDE = {"405b on 1,024": (SMALL_SHARDS, 0.15), "70b on 4 stages": (ON_FOUR_STAGES, 0.1)}
