@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, name_first
 from tunix.base.files import read_json
 from tunix.base.forms import naming_writer
 from tunix.config import Model
@@ -40,6 +40,7 @@ READ = {"r", "lora_alpha", "use_rslora", "use_dora"}
 # PEFT's keys for experts where transformers keeps their weights as two tensors. That of gates and what they gate has
 # twice the rank and alpha of other matrices if PEFT was told the names of linear layers.
 EXPERT_KEYS = {"target_parameters", "rank_pattern", "alpha_pattern"}
+EXPERT_PARAMETERS = {"down_proj", "gate_up_proj"}
 GATE_UP = r".*\.gate_up_proj"
 OTHERWISE = "give a folder of the whole model: tunix.export writes it with merge_lora=true, PEFT with merge_and_unload"
 
@@ -64,6 +65,14 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
         raise UserError(f"{source}: r={rank!r:.50} and lora_alpha={alpha!r:.50} must be numbers")
     if rank < 1 or not 0 < alpha < 1e6:
         raise UserError(f"{source}: r={rank} and lora_alpha={str(alpha)[:50]} must be numbers above 0")
+    parameters = raw.get("target_parameters")
+    if isinstance(parameters, list):
+        others = [name for name in map(str, parameters) if name.rpartition(".")[2] not in EXPERT_PARAMETERS]
+        if others:
+            raise UserError(
+                f"{source}: target_parameters={name_first(others)} is no matrix of experts (PEFT's all-linear adds "
+                f"those of routers, which have no updates here); {OTHERWISE}"
+            )
     understood = {*FIXED, *IGNORED, *READ, *(EXPERT_KEYS if _updates_packed_experts(raw) else ())}
     if isinstance(saved := raw.get("modules_to_save"), list) and {*map(str, saved)} <= HEADS:
         understood.add("modules_to_save")
@@ -131,7 +140,7 @@ def _updates_packed_experts(raw: dict[str, Any]) -> bool:
     names = {name.rpartition(".")[2] for name in parameters}
     patterns = raw.get("rank_pattern") or {}, raw.get("alpha_pattern") or {}
     is_doubled = patterns == ({GATE_UP: 2 * rank}, {GATE_UP: 2 * alpha}) and not raw.get("use_rslora")
-    return {"down_proj"} <= names <= {"down_proj", "gate_up_proj"} and (is_doubled or patterns == ({}, {}))
+    return {"down_proj"} <= names <= EXPERT_PARAMETERS and (is_doubled or patterns == ({}, {}))
 
 
 def list_packed(packed: re.Match[str], family: Family) -> dict[str, str]:
