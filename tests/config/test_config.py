@@ -84,6 +84,7 @@ MISTAKES = [
     ("distributed.shared_filesystem=maybe", "distributed.shared_filesystem=maybe: expected true or false or auto"),
     ("model.lora.quantize_base=int9", "expected one of int8, nf4 or null; did you mean int8?"),
     ("scheduler.warmup_steps=5 scheduler.warmup_tokens=5", "scheduler.warmup_steps and scheduler.warmup_tokens are both set"),
+    ("scheduler.warmup_steps=0.1", "scheduler.warmup_steps=0.1: a share of the run is scheduler.warmup_ratio=0.1"),
     ("scheduler.decay_steps=5 scheduler.decay_tokens=5", "scheduler.decay_steps and scheduler.decay_tokens are both set"),
     ("scheduler=wsd scheduler.warmup_ratio=0.5 scheduler.decay_ratio=0.8", "scheduler.warmup_ratio=0.5 and scheduler.decay_ratio=0.8 are more than the run together"),
     ("optimizer.groups=[{params:'(',weight_decay:0}]", "optimizer.groups.0.params=(: not a regular expression"),

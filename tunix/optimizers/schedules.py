@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from tunix.base.config_types import CountOrZero, Section, Share, row_of
 from tunix.base.dotted_path import blame_user, import_object, is_dotted
@@ -116,6 +116,14 @@ class Scheduler(Section):
     """The same decay in tokens."""
     final_ratio: Share
     """Rate at the end as a share of the peak (not for constant and inverse_sqrt); that at the start of range_test."""
+
+    @field_validator("warmup_steps", "decay_steps", mode="before")
+    @classmethod
+    def _refuse_share(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse a share of the run, as `warmup_steps` of transformers may be."""
+        if isinstance(value, float) and 0 < value < 1:
+            raise ValueError(f"a share of the run is scheduler.{str(info.field_name)[:-5]}ratio={value:g}")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> "Scheduler":
