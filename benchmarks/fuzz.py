@@ -35,7 +35,8 @@ from benchmarks.arguments import read_values
 from benchmarks.faults import left
 from benchmarks.fuzz_requests import make_requests
 from tunix.config import Config, Section, commands
-from tunix.config.mistakes import list_sections, read_rows
+from tunix.config.foreign_names import read_rows
+from tunix.config.mistakes import list_sections
 
 LIMIT_S, MAX_MEMORY_GIB = 300.0, 5.0
 CODES = {0, 2, 75, 76, 77}

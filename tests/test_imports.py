@@ -16,7 +16,7 @@ ORDER = (
     "data.pieces", "data.words", "data.files", "data.parquet", "data.sources", "run.sinks", "run.remote_sinks", "run.table",
     "rl.rewards", "rl.tool_parsers", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_pool",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.image_processors", "data.images", "data.tokenizer",
-    "config.saved_runs", "config.mistakes", "config.pretrained_config",
+    "config.saved_runs", "config.foreign_names", "config.mistakes", "config.pretrained_config",
     "config.compose", "config.command_line",
     "data", "training", "costs", "checkpoints", "run", "inference", "rl",  # subjects end here
     "plan", "feeds", "trainer",  # the program, and its commands

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from tunix.config.mistakes import LEFT_OUT, ForeignName, read_rows
+from tunix.config.foreign_names import LEFT_OUT, ForeignName, read_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """## Keys of other trainers

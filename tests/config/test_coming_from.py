@@ -9,7 +9,8 @@ from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.config.mistakes import read_rows, read_values, reject_flags
+from tunix.config.foreign_names import read_rows, read_values
+from tunix.config.mistakes import reject_flags
 
 PAGE = (ROOT / "docs/coming_from.md").read_text()
 # (name, value, right cell) of each left cell.

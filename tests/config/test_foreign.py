@@ -13,7 +13,8 @@ from tunix.base.errors import UserError
 from tunix.base.text import print_table
 from tunix.config import Config
 from tunix.config.compose import compose
-from tunix.config.mistakes import find_foreign, list_keys, read_values, reject_flags
+from tunix.config.foreign_names import read_values
+from tunix.config.mistakes import find_foreign, list_keys, reject_flags
 from tunix.train_command import train_command
 
 # Words that name something of the reader's own: only their keys are checked.

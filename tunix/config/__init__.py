@@ -4,9 +4,10 @@ Sections have no defaults on purpose: `--cfg job` then shows everything that a r
 string below it; docs/config.md is made from these.
 
 `compose` makes a `Config` of a command line, and `command_line` the settings of the other commands (`commands`).
-`mistakes` says what a wrong key may have meant. `saved_runs` and `pretrained_config` fill in what a run, or the files
-of a model, decide. The sections are in `model` (`layers`, `vision`; its keys together: `model_checks`), `data`, `task`
-(`rewards`), `training` (`batch`), `launcher`, and small ones in `sections`.
+`mistakes` says what a wrong key may have meant, and `foreign_names` what a key of another program is here.
+`saved_runs` and `pretrained_config` fill in what a run, or the files of a model, decide. The sections are in `model`
+(`layers`, `vision`; its keys together: `model_checks`), `data`, `task` (`rewards`), `training` (`batch`), `launcher`,
+and small ones in `sections`.
 """
 
 from typing import Any

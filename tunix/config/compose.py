@@ -31,12 +31,12 @@ from tunix.base.files import describe_missing, expand_home, names_file
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
+from tunix.config.foreign_names import read_rows
 from tunix.config.mistakes import (
     describe_errors,
     describe_unknown_key,
     find_foreign,
     raise_answers,
-    read_rows,
     reject_newer,
     reject_number,
     validate,
