@@ -330,8 +330,8 @@ def test_a_loss_that_is_no_mean_over_tokens_has_no_bits_per_byte(folder):
     """A mean over microbatches was divided by the bytes of the text, as if it were a sum of nats."""
     words = ["data=custom", "data.function=my_parts:paragraphs", "data.arguments={path: notes.txt}"]
     cfg = compose([*RUN, *ONE_LAYER, *words, "data.held_out_fraction=0.2", "task.loss=my_parts:focal_loss"]).config
-    held_out = HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg), num_rows=8)
-    held_out.totals = lambda *_: ({"loss": np.float32(12)}, np.float32(4))
+    totals = {"loss": np.float32(12)}, np.float32(4)
+    held_out = HeldOut(cfg, load_corpus(cfg), lambda *_: totals, build_mesh(cfg), num_rows=8)
     assert held_out.evaluate({}) == {"loss": 3.0}
     held_out.totals = lambda *_: (dict.fromkeys(["loss", "mtp_loss"], np.float32(12)), np.float32(held_out.num_tokens))
     assert held_out.evaluate({}).keys() == {"loss", "perplexity", "bits_per_byte", "eval_tokens", "mtp_loss"}

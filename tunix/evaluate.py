@@ -30,7 +30,7 @@ from tunix.rl.evaluation import Numbers, evaluate_answers, is_sampling
 from tunix.rl.reference import add_reference
 from tunix.run.folder import TOKENIZER
 from tunix.training.choices import build_layout, build_mesh
-from tunix.training.loss import HeldOut
+from tunix.training.loss import HeldOut, make_totals
 from tunix.training.multiple_choice import MultipleChoice, make_choices
 from tunix.training.state import Architecture, describe
 from tunix.training.train_spec import assemble
@@ -178,9 +178,10 @@ def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -
         corpus = load_together(lambda: _load_documents(cmd, cfg))
     if isinstance(cfg.task, Compared):
         add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
-    info = cfg, corpus, arch, mesh, cfg.training.batch_shape(mesh.shape).num_rows
+    num_rows = cfg.training.batch_shape(mesh.shape).num_rows
+    info = cfg, corpus, make_totals(cfg, arch), mesh, num_rows
     sets: Sets = {name: HeldOut(*info, name) for name in corpus.sets}
-    return HeldOut(*info), sets | make_choices(cfg, corpus.vocab, *info[2:])
+    return HeldOut(*info), sets | make_choices(cfg, corpus.vocab, arch, mesh, num_rows)
 
 
 def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:

@@ -48,7 +48,7 @@ from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer
 from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
-from tunix.training.loss import HeldOut, find_loss_kind, make_completion
+from tunix.training.loss import HeldOut, find_loss_kind, make_completion, make_totals
 from tunix.training.multiple_choice import make_choices
 from tunix.training.train_spec import TrainSpec
 
@@ -113,10 +113,10 @@ class CorpusFeed:
         self.shared = {} if params is None else {TEACHER: params}
         fields = find_loss_kind(cfg).fields
         self.samples: TrainBatches = TrainBatches(corpus.train, cfg, train_spec.choices.batch, mesh, fields)
-        info = cfg, corpus, train_spec.arch, mesh, train_spec.batch.num_rows
-        teacher = (train_spec.teacher, params) if train_spec.teacher else None
-        self.held_out = HeldOut(*info, teacher=teacher) if corpus.num_held_out else None
-        self.sets: dict[str, Evaluator] = {name: HeldOut(*info, name, teacher) for name in corpus.sets}
+        totals = make_totals(cfg, train_spec.arch, train_spec.teacher)
+        info = cfg, corpus, totals, mesh, train_spec.batch.num_rows
+        self.held_out = HeldOut(*info, shared=self.shared) if corpus.num_held_out else None
+        self.sets: dict[str, Evaluator] = {name: HeldOut(*info, name, self.shared) for name in corpus.sets}
         self.sets |= make_choices(cfg, corpus.vocab, train_spec.arch, mesh, train_spec.batch.num_rows)
 
     def __enter__(self) -> Self:

@@ -16,7 +16,7 @@ from tunix.base.dotted_path import blame_user, import_object, is_dotted, suggest
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
 from tunix.config.task import Distilled, Grpo
-from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, image_fields, read_held_out
+from tunix.data.batches import FIELDS, Batch, Field, add_fields, image_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.teacher_logits import logits_fields
 from tunix.data.tokenizer import bytes_by_token
@@ -49,7 +49,7 @@ from tunix.training.teacher import AnyTeacher
 
 __all__ = [
     "LOSSES", "HeldOut", "Loss", "LossFn", "LossKind", "Mean", "add_block_sums", "compute_token_log_probs",
-    "find_loss_kind", "make_loss", "next_token_loss",
+    "find_loss_kind", "make_loss", "make_totals", "next_token_loss",
 ]  # fmt: skip
 
 
@@ -249,6 +249,29 @@ def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transforme
                     raise TypeError(f"its {name} is {leaf.dtype}{list(leaf.shape)}, not a float scalar")
 
 
+# (parameters, fields [N, B, T] of a held-out set, what all of its batches share) -> sums over the set, and its weight
+Totals = Callable[[Any, Batch, dict[str, Any]], tuple[Sums, Any]]
+
+
+def make_totals(cfg: Config, arch: Architecture, teacher: AnyTeacher | None = None) -> Totals:
+    """Return the program that adds up the loss over a held-out set; sets of one size share what is compiled."""
+    loss_fn, complete = make_loss(cfg, teacher), make_completion(cfg, arch)
+
+    @jax.jit
+    def totals(params, batches, shared):
+        if complete is not None:
+            batches = complete(params, batches)
+
+        def report(_, batch):
+            loss = loss_fn(arch.module(params), batch | shared, None)
+            return None, (loss.sums, loss.weight)
+
+        # Sums over all batches, divided once at the end: a mean of means is wrong where masks differ.
+        return add_up(jax.lax.scan(report, None, batches)[1])
+
+    return totals
+
+
 class HeldOut:
     """A held-out set on the devices, of the corpus or one of its `sets` by name, and the loss over it.
 
@@ -259,15 +282,15 @@ class HeldOut:
         self,
         cfg: Config,
         corpus: Corpus,
-        arch: Architecture,
+        totals: Totals,
         mesh: Mesh,
         num_rows: int,
         name: str | None = None,
-        teacher: tuple[AnyTeacher, dict[str, Any] | None] | None = None,
+        shared: dict[str, Any] | None = None,
     ):
         """`num_rows` are the sequences of a microbatch; `name` is that of a set of evaluation.sets.
 
-        `teacher` is that of the loss, with its parameters; None in their place where it is on disk.
+        `shared` is what all batches share: the parameters of a teacher.
         """
         sequences = corpus.held_out if name is None else corpus.sets[name]
         arguments = sequences, cfg.evaluation.num_sequences, num_rows
@@ -291,24 +314,7 @@ class HeldOut:
         # Images are decoded once where one process has all rows.
         local = everything if len(rows) == num_rows else read_held_out(*arguments, rows)
         self.batches = to_global(add_fields(local, self.kind.fields), mesh)
-        loss_fn = make_loss(cfg, teacher[0] if teacher else None)
-        self.shared = {TEACHER: teacher[1]} if teacher and teacher[1] is not None else {}
-
-        complete = make_completion(cfg, arch)
-
-        @jax.jit
-        def totals(params, batches, shared):
-            if complete is not None:
-                batches = complete(params, batches)
-
-            def report(_, batch):
-                loss = loss_fn(arch.module(params), batch | shared, None)
-                return None, (loss.sums, loss.weight)
-
-            # Sums over all batches, divided once at the end: a mean of means is wrong where masks differ.
-            return add_up(jax.lax.scan(report, None, batches)[1])
-
-        self.totals = totals
+        self.totals, self.shared = totals, shared or {}
 
     def evaluate(self, params: dict) -> dict[str, float]:
         """Return the numbers of the held-out set by their names in metrics.jsonl, `loss` among them."""
