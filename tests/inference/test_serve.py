@@ -965,7 +965,8 @@ def test_parameters_that_are_refused_are_named(client, parameters, kind, message
         ({"\ud800": 1}, "\ud800 is not a parameter that is served"),
         ({"": 1}, " is not a parameter that is served"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs needs logprobs=true"),
-        ({"messages": [{"role": "user", "content": ""}] * 65}, "65 messages and tools are more than 64 tokens"),
+        ({"messages": [{"role": "user", "content": ""}] * 65}, "65 messages, calls and tools are more than 64 tokens"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 64}]}, "65 messages, calls and tools are"),
     ],
 )  # fmt: skip
 def test_chats_that_are_refused(served, body, message):

@@ -105,8 +105,10 @@ class RequestReader:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
         self._check_answers(parameters, 1)
         # Each is a token at least. Templates write 300,000 messages, 9 MB, for seconds in which no stream goes on.
-        if (count := len(parameters.messages) + len(tools or ())) > self.max_length:
-            message = f"{count} messages and tools are more than {self.max_length} tokens"
+        calls = (each.get("tool_calls") for each in parameters.messages)
+        count = len(parameters.messages) + len(tools or ()) + sum(len(each) for each in calls if isinstance(each, list))
+        if count > self.max_length:
+            message = f"{count} messages, calls and tools are more than {self.max_length} tokens"
             raise ApiError(400, message, "messages", "context_length_exceeded")
         names = list(map(read_tool_name, tools or ()))
         if not all(names):  # the model could not call it
