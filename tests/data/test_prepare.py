@@ -287,9 +287,9 @@ def test_a_folder_that_other_keys_have_made_is_refused(tmp_path, made_with, run_
     [
         ({"train": {"flat": {"path": "/home/me/.ssh/id_rsa", "dtype": "uint8", "offset": 0, "count": 9}}}, "id_rsa', which"),
         ({"name": "../other"}, "names '../other', which is not in its folder"),
-        ({"train": {"tokens": "5"}}, "is damaged .its tokens and documents are no counts"),
-        ({"train": {"digest": 5}}, "is damaged .sequence item"),
-        ({"held_out": None}, "is damaged"),
+        ({"train": {"tokens": "5"}}, "is damaged .shards.0.train.tokens: Input should be a valid integer"),
+        ({"train": {"digest": 5}}, "is damaged .shards.0.train.digest: "),
+        ({"held_out": None}, "is damaged .shards.0.held_out: "),
         ({"train": {"tokens": 10**7}}, r"train.tokens.npy of .*/00000 has .* numbers, and index.json says 10,000,000; remove"),
         ({"train": {"documents": 9}}, r"train.starts.npy of .*/00000 has .* numbers, and index.json says 9; remove"),
     ],
@@ -304,6 +304,27 @@ def test_a_folder_that_a_stranger_has_prepared(corpus, tmp_path, change, message
     cfg = compose([*SMALL, "data=tokens", f"data.paths=['{folder}']", "loading.verify=never"]).config
     with pytest.raises(UserError, match=message):
         load_corpus(cfg)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tokens", None), ("bytes", 0), ("left_out", 5), ("bytes_per_token", float("nan")), ("fingerprint", "\ud800"), ("unknown", [1, "a"])],
+)  # fmt: skip
+def test_an_index_of_a_stranger_lacks_what_is_read_of_it(corpus, tmp_path, key, value):
+    folder = shutil.copytree(prepared(text_config(corpus)).folder, tmp_path / "copied")
+    index = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(index | {key: value}))
+    with pytest.raises(UserError, match="copied/index.json is damaged .*; prepare the folder again"):
+        prepare_corpus(compose([*SMALL, "data=tokens", f"data.paths=['{folder}']", "loading.verify=never"]).config)
+
+
+def test_a_folder_of_an_earlier_version_names_no_kind(corpus, tmp_path):
+    folder = shutil.copytree(prepared(text_config(corpus)).folder, tmp_path / "copied")
+    index = json.loads((folder / "index.json").read_text())
+    del index["kind"]
+    (folder / "index.json").write_text(json.dumps(index | {"format": "2", "answers": False}))
+    cfg = compose([*SMALL, "data=tokens", f"data.paths=['{folder}']", "loading.verify=never"]).config
+    assert len(load_corpus(cfg).train["tokens"])
 
 
 @pytest.mark.parametrize(

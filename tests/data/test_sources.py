@@ -382,6 +382,7 @@ def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
         ("a.bin", np.arange(3, 259), "data.dtype=uint32", "has no number above 0 in every second place, as a file of wider numbers has that is read as uint32"),
         ("headed.npy", np.array([5, -3] * 50, np.int32), "", "has token -3, the tokenizer has 259"),
         ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
+        ("torn.npy", np.full(1001, 5, np.uint16), "", "torn.npy is damaged or ends early: its head cannot be read"),
         ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 does not occur in data.paths; the tokenizer ends a document with 2"),
         ("a.bin", np.array([5] * 999 + [2], np.uint16), "data.document_end=2", "the data are too small to hold any document out; raise the fraction"),
         ("a.bin", np.zeros(1000, np.uint16), "data.held_out_fraction=0", "all 1,000 tokens are like padding and stand for no text"),
@@ -389,10 +390,11 @@ def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
     ],
 )  # fmt: skip
 def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, tokens, word, message):
-    path = flat(tmp_path, name.replace("short", "headed"), tokens)
-    if name == "short.npy":
+    damage = {"short.npy": lambda whole: whole[:-10], "torn.npy": lambda whole: whole.replace(b"}", b"(")}.get(name)
+    path = flat(tmp_path, "headed.npy" if damage else name, tokens)
+    if damage:
         path = path.rename(tmp_path / name)
-        path.write_bytes(path.read_bytes()[:-10])
+        path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError) as error:
         load_corpus(config("data=tokens", f"data.paths=[{path}]", byte_tokenizer, *word.split()))
     assert message in str(error.value)

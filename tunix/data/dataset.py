@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import grain
 import jax
 import numpy as np
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.buckets import is_address
@@ -514,23 +515,55 @@ def _check_choices(prepared: Prepared, task: Task) -> None:
     )
 
 
+_Number = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class _Facts(BaseModel):
+    """What index.json says of a split of a shard."""
+
+    tokens: _Number
+    documents: _Number
+    images: _Number = 0
+    digest: str
+    flat: dict[str, Any] | None = None
+
+
+class _Shard(BaseModel):
+    name: str
+    train: _Facts
+    held_out: _Facts
+
+
+class _Index(BaseModel):
+    """What is read of index.json, which anybody may have made."""
+
+    fingerprint: str
+    tokens: _Number
+    bytes: Annotated[int, Field(gt=0, lt=2**53)]
+    bytes_per_token: FiniteFloat
+    unigram_bits_per_byte: FiniteFloat
+    left_out: dict[str, _Number]
+    left_out_names: list[str]
+    unknown: tuple[str, _Number] | None = None
+    kind: str | None = None  # earlier versions have `answers`, `pairs` and `prompts` in its place
+    images: dict[str, Any] | None = None
+    shards: list[_Shard]
+
+
 def _check_index(prepared: Prepared) -> None:
     """Raise `UserError` where the index of a folder that anybody may have made names files outside of it: tokens of a
-    private file would be learnt; or where it has no counts."""
+    private file would be learnt; or where it lacks what is read of it."""
     source = f"data.paths: {prepared.folder}/index.json"
     try:
-        for shard in prepared.index["shards"]:
-            facts = [shard[split] for split in SPLITS]
-            hash_texts(prepared.fingerprint, *(fact["digest"] for fact in facts))  # they are texts
-            if not all(type(fact[key]) is int and fact[key] >= 0 for fact in facts for key in ("tokens", "documents")):
-                raise TypeError("its tokens and documents are no counts")
-            flat = [fact["flat"]["path"] for fact in facts if "flat" in fact]
-            if outside := [*flat, *([] if is_plain(shard["name"]) else [shard["name"]])]:
-                raise UserError(
-                    f"{source} names {outside[0][:200]!r}, which is not in its folder: give that file itself"
-                )
-    except (AttributeError, LookupError, TypeError) as error:
-        raise UserError(f"{source} is damaged ({error}); prepare the folder again") from None
+        index = _Index.model_validate_json(json.dumps(prepared.index), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{source} is damaged ({place}: {first['msg']}); prepare the folder again") from None
+    named = [shard.name for shard in index.shards if not is_plain(shard.name)]
+    flat = [part.flat for shard in index.shards for part in (shard.train, shard.held_out) if part.flat is not None]
+    if outside := [*named, *(str(each.get("path")) for each in flat)]:
+        raise UserError(f"{source} names {outside[0][:200]!r}, which is not in its folder: give that file itself")
 
 
 def compute_fingerprint(data: Source | Mixture, prepared: dict[str, Prepared], packing: str) -> str:
@@ -650,7 +683,7 @@ def load_corpus(cfg: Config) -> Corpus:
     for name, sequences in train.items():
         _report_ends(name, sequences, MAX_AT_ENDS)
         stream = sequences.stream
-        if prepared[name].index["kind"] == "conversation" and stream.num_tokens > stream.num_documents * seq_len:
+        if prepared[name].documents == "conversation" and stream.num_tokens > stream.num_documents * seq_len:
             # Answers are then learnt without their questions.
             log.warning(
                 "%s: a conversation has %.0f tokens on average, more than training.seq_len=%d: most are cut, and what "

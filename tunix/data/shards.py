@@ -29,6 +29,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ class Prepared:
         for kind, word in (("prompt", "prompts"), ("pair", "pairs")):  # words of earlier versions; 0.1.0 lacks them
             if self.index.get(word):
                 return kind
-        return "conversation" if self.index["answers"] else "text"
+        return "conversation" if self.index.get("answers") else "text"
 
     @property
     def has_images(self) -> bool:
@@ -161,9 +162,9 @@ class Prepared:
         names = ("tokens", "starts", *list_arrays(self.documents, "images" in self.index))
         arrays |= {name: map_array(folder / f"{split}.{name}.npy") for name in names if name not in arrays}
         for name, array in arrays.items():
-            if name in LENGTHS and len(array) != (count := shard[split][LENGTHS[name]]):
+            if name in LENGTHS and array.shape != ((count := shard[split][LENGTHS[name]]),):
                 raise UserError(
-                    f"data: {split}.{name}.npy of {folder} has {len(array):,} numbers, and index.json says {count:,}; "
+                    f"data: {split}.{name}.npy of {folder} has {array.size:,} numbers, and index.json says {count:,}; "
                     f"remove {self.folder}, and prepare it again"
                 )
         return Arrays(**arrays)
@@ -179,10 +180,10 @@ def open_prepared(folder: Path) -> Prepared:
     is not read here."""
     with naming_writer(folder):
         index = read_json(folder / "index.json")
-        if index.get("format") not in READABLE:
+        if str(index.get("format")) not in READABLE:
             raise UserError(
-                f"{folder}/index.json is of format {index.get('format')}, not {FORMAT}; remove the folder and prepare "
-                "it again"
+                f"{folder}/index.json is of format {index.get('format')!r:.50}, not {FORMAT}; remove the folder and "
+                "prepare it again"
             )
     return Prepared(folder, index)
 
@@ -202,10 +203,13 @@ def map_tokens(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
 _parsing = threading.Lock()
 
 
-def load_mapped(path: Path) -> np.ndarray:
+def load_mapped(path: Path) -> np.memmap:
     """Map a .npy file, in any thread; raises `OSError` or `ValueError` where it cannot be read."""
-    with _parsing:
-        return np.load(path, mmap_mode="r")
+    try:
+        with _parsing:
+            return np.load(path, mmap_mode="r")
+    except TokenError as error:  # of a head that is cut
+        raise ValueError(f"its head cannot be read: {error.args[0]}") from None
 
 
 def map_array(path: Path) -> np.ndarray:
@@ -304,7 +308,7 @@ def locate_tokens(source: Tokens, path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         if file.read(6) == b"\x93NUMPY":
             try:
-                array = np.load(path, mmap_mode="r")
+                array = load_mapped(path)
             except ValueError as error:
                 raise UserError(f"data: {path} is damaged or ends early: {error}") from None
             if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32, np.int32):
