@@ -133,6 +133,8 @@ def test_vectors_of_texts_have_no_logits_to_count(tied):
     of_logits = 6 * 320 * 32 * sft.tokens_per_step / 2
     assert sft.model_flops - embed.model_flops == pytest.approx(of_logits)
     assert sft.pass_bytes > embed.pass_bytes
+    # The vectors of all rows are there before any loss.
+    assert (sft.outside_flops, embed.outside_flops) == (0.0, pytest.approx(embed.model_flops / 3))
 
 
 def test_memory_is_derived_where_there_is_no_cudnn():
@@ -780,6 +782,9 @@ def test_rollouts_are_counted():
     with_reference = best("task.kl_coefficient=0.1")
     reference = with_reference.num_bytes["reference"]  # the parameters rest in float32, the reference in bfloat16
     assert reference == one.costs.num_bytes["weights"] // 2
+    seconds = one.costs.tokens_per_step / np.array([one.tokens_per_s, with_reference.tokens_per_s])
+    pass_s = one.costs.model_flops / 3 / (one.cluster.kind.peak_tflops * 1e12 * one.cluster.kind.efficiency)
+    assert np.diff(seconds)[0] == pytest.approx(pass_s, rel=1e-3)  # and with it the pass of the model of step 0
     assert with_reference.memory == max(with_reference.costs.memory + reference, one.rollout_memory + reference)
     fits = (one.rollout_memory + 2**20) / USABLE  # all answers at one time, but for the reference
     cfgs = one.cfg, with_reference.cfg, config("task.kl_coefficient=0.1", "model.lora.rank=8")

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from tunix.base.errors import UserError
 from tunix.config import Config
+from tunix.config.task import Grpo
 from tunix.costs.communication import (
     Transfer,
     find_passes,
@@ -48,6 +49,7 @@ class Costs:
     standalone_bytes: int = 0  # of a teacher at rest that runs before the state is made (task.teacher_top_k)
     pass_bytes: float = 0.0  # that what is no product reads and writes (costs/passes.py)
     gradient_bytes: int = 0  # of the sums that the update takes, float32; `num_bytes` has those of its moment
+    outside_flops: float = 0.0  # for each step, of forward passes outside of it (`_count_outside_passes`)
 
     @property
     def memory(self) -> int:
@@ -95,7 +97,19 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     apart = 0 if teacher is None else bytes_per_device(teacher.abstract_params(train_spec.mesh))
     fused, passes = count_fused_work(train_spec), count_pass_bytes(train_spec)
     summed = sum(count_summed_bytes(weight, train_spec) for weight in jax.tree.leaves(arch.trained_weights))
-    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, apart, passes, summed)
+    outside = _count_outside_passes(cfg) * forward_flops
+    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, apart, passes, summed, outside)
+
+
+def _count_outside_passes(cfg: Config) -> float:
+    """Return the forward passes of the model over the batch of a step that are programs of their own.
+
+    They are those of the reference of GRPO, which serves all passes over a rollout; of the numbers that KTO needs of
+    all rows before any loss; and of the vectors that embeddings are compared with.
+    """
+    if isinstance(cfg.task, Grpo):
+        return (cfg.task.kl_coefficient > 0) / cfg.task.passes_per_rollout
+    return float(find_loss_kind(cfg).complete is not None)
 
 
 def _derive_recompute_fraction(train_spec: TrainSpec) -> float:

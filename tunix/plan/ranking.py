@@ -202,9 +202,16 @@ class Candidate:
         return derive_time(self.cfg, self.sizes, self.costs, self.cluster)
 
     @property
+    def outside_s(self) -> float:
+        """Seconds of forward passes outside of the step, for each step."""
+        peak = compute_peak_tflops(self.cluster.kind, self.cfg.training.matmul_dtype, self.costs.matmul_share)
+        return self.costs.outside_flops / (peak * 1e12 * self.cluster.kind.efficiency)
+
+    @property
     def tokens_per_s(self) -> float:
-        draws_apart = self.rollout is not None and self.rollout.apart is not None
-        seconds = max(self.time.step_s, self.rollout_s) if draws_apart else self.time.step_s + self.rollout_s
+        draws_apart, step_s = self.rollout is not None and self.rollout.apart is not None, self.time.step_s
+        seconds = max(step_s, self.rollout_s) if draws_apart else step_s + self.rollout_s
+        seconds += self.outside_s
         return self.costs.tokens_per_step / seconds
 
     @property

@@ -226,6 +226,11 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
             "a rollout is derived, with every answer as long as it may be; its memory counts weights and optimizer "
             "too. Tokens/s are those of steps and rollouts together, MFU is that of steps alone"
         )
+    if seconds := max((each.outside_s for each in candidates), default=0.0):
+        lines.append(
+            f"tokens/s count a forward pass beside each step too, of at most {seconds:.3f} s: of the model of step 0 "
+            "with task=grpo, of what compares all rows with task=kto and task=embed"
+        )
     if candidates and (cfg := candidates[0].cfg).task.offline_top_k is not None:
         learnt, gib = describe_logits(cfg, cfg.model.vocab_size), candidates[0].costs.standalone_bytes / GIB
         lines.append(f"the teacher takes {gib:.2f} GiB of a device alone, before the state: a run learns {learnt}")
@@ -283,6 +288,7 @@ def make_record(candidate: Candidate) -> dict[str, Any]:
             "steps": run and run[0],
             "run_s": run and run[1],
             "rollout_s": candidate.rollout_s if candidate.rollout else None,
+            "outside_s": candidate.outside_s,
         },
         "rollout_bytes_per_device": candidate.rollout_memory or None,
         "rollout_devices": rollout_devices,
