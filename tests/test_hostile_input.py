@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,16 @@ from support.harness import ONE_LAYER, ROOT, SMALL, cli, state_of_process
 
 from tunix.base.dotted_path import blame_user, import_object
 from tunix.base.errors import MaskingFilter, UserError, is_masked, mask_secrets, mask_values, mask_variables
-from tunix.base.files import find_writable, is_plain, open_lines, read_yaml
+from tunix.base.files import (
+    create_file,
+    find_writable,
+    is_plain,
+    list_numbers,
+    make_once,
+    names_file,
+    open_lines,
+    read_yaml,
+)
 from tunix.base.text import as_text, format_rows, print_table
 from tunix.checkpoints.folders import Folder
 from tunix.config import Evaluate
@@ -136,13 +146,54 @@ def test_output_that_nobody_can_write_to(redirection, tmp_path):
     assert "Traceback" not in wrong.stderr
 
 
-@pytest.mark.parametrize("kept", ["", '{"step": 1}\n', '{"step": 1}\n{"step": 2}\n'])
+@pytest.mark.parametrize("kept", ["", '{"step": 1}\n', '{"step": 1}\n' * 20_000], ids=["none", "one", "many"])
 def test_a_torn_last_line_is_cut_off(kept, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(kept + '{"step": 3, "lo' + "x" * 100_000)
     with open_lines(path) as file:
         file.write('{"step": 3}\n')
     assert path.read_text() == kept + '{"step": 3}\n'
+
+
+def test_a_new_file_that_cannot_be_written_whole_is_not_there(tmp_path, monkeypatch):
+    """The next process that tries would find it taken."""
+
+    @contextmanager
+    def open_full(path, mode):
+        path.touch(exist_ok=False)
+        yield SimpleNamespace(write=lambda text: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+
+    (tmp_path / "old").write_text("kept")
+    monkeypatch.setattr(Path, "open", open_full)
+    for name, error in (("new", "No space left"), ("old", "File exists")):
+        with pytest.raises(OSError, match=error):
+            create_file(tmp_path / name, "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_folder_that_two_processes_make_is_that_of_the_first(tmp_path):
+    def make(new: Path) -> None:
+        for folder in (new, tmp_path / "made"):  # the other process is done first
+            folder.mkdir()
+            (folder / str(folder == new)).touch()
+
+    assert [path.name for path in make_once(tmp_path / "made", make).iterdir()] == ["False"]
+
+
+def test_names_and_numbers(tmp_path):
+    for name in ("7", "12", "٣", "1" * 19, "-1"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "8").touch()
+    assert list_numbers(tmp_path) == [7, 12]
+    files = "./model", "~/model", "/model", "a/b/c", "tokenizer.json", "tokenizer.model"
+    assert [name for name in (*files, "a/b", "gpt2") if names_file(name)] == list(files)
+
+
+def test_a_file_to_write_is_tried_and_not_emptied(tmp_path):
+    (tmp_path / "results.json").write_text("{}")
+    assert find_writable("output", str(tmp_path / "results.json")).read_text() == "{}"
+    find_writable("output", str(tmp_path / "new.json"))
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
 def test_a_folder_in_the_place_of_a_file(tmp_path):
