@@ -73,6 +73,15 @@ def test_an_index_with_a_name_of_5000_letters(tmp_path):
     assert not is_plain("a/\ud800")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["", "/a", "a//b", "a/", "..", "a/../b", "./a", "a\\b", "C:/a", "c:a", "a\nb", "\x1b[2Ja", "a\x7f", "é" * 128],
+)
+def test_names_that_are_no_file_below_a_folder(name):
+    assert not is_plain(name)
+    assert is_plain("a b/ab:c.json")
+
+
 def test_a_config_50000_deep(tmp_path):
     (tmp_path / "config.yaml").write_text("[" * 50_000)
     code = (

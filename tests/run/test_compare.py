@@ -150,7 +150,8 @@ def test_a_torn_line_is_left_out(runs, torn, capsys):
     whole = (runs[0] / "metrics.jsonl").read_bytes()
     (runs[0] / "metrics.jsonl").write_bytes(torn + whole)
     assert read_histories(runs)[0].steps
-    assert "metrics.jsonl, line 1, is no JSON object: it is left out" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()  # none of the last line, which may be being written
+    assert "metrics.jsonl, line 1, is no JSON object: it is left out" in line
 
 
 @pytest.mark.parametrize("damage", ["0", "1" + "0" * 400, "NaN", '"x"', "[]"])
