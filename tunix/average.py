@@ -87,25 +87,27 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
         model = load_pretrained(source, "float32", weights=command.weights, strategy=strategy, family=command.family)
         return model.merged()
 
-    first = load(sources[0])
-    total = _scale(first.params, shares[0] / sum(shares))
+    # Two models are in memory at a time, however many sources there are.
+    mean = load(sources[0])
+    mean = replace(mean, params=_scale(mean.params, shares[0] / sum(shares)))
     for source, share in zip(sources[1:], shares[1:], strict=True):
         model = load(source)
         other = _list_keys(model.cfg)
-        for key, value in _list_keys(first.cfg).items():
+        for key, value in _list_keys(mean.cfg).items():
             if other[key] != value:
                 way_out = "; average their exports" if key == STACKS else ""
                 raise UserError(
                     f"checkpoint: model.{key} is {value} in {sources[0]}, but {other[key]} in {source}; their weights "
                     f"have no average{way_out}"
                 )
-        if difference := _find_other_token(first, model):
+        if difference := _find_other_token(mean, model):
             raise UserError(
                 f"checkpoint: token {difference[0]} is {difference[1]!r} in {sources[0]}, but {difference[2]!r} in "
                 f"{source}; weights for different tokens have no average: name models with one tokenizer"
             )
-        total = _add(total, model.params, share / sum(shares))  # two models in memory at a time, however many sources
-    return replace(first, params=total)
+        mean = replace(mean, params=_add(mean.params, model.params, share / sum(shares)))
+        del model  # before the next one is read
+    return mean
 
 
 STACKS = "layers_before_stages"  # says which layers have their weights in one array, and an export has none of these
@@ -125,12 +127,12 @@ def _find_other_token(first: Pretrained, model: Pretrained) -> tuple[int, str, s
     return None if number is None else (number, own[number], other[number])
 
 
-@jax.jit
+@partial(jax.jit, donate_argnums=0)
 def _scale(params: Any, share: float) -> Any:
     return jax.tree.map(lambda p: share * p, params)
 
 
-@jax.jit
+@partial(jax.jit, donate_argnums=0)
 def _add(total: Any, params: Any, share: float) -> Any:
     return jax.tree.map(lambda t, p: t + share * p, total, params)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -30,7 +31,7 @@ from tunix.data.dataset import HASH_BITS, find_units, hash_document, load_corpus
 from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.generate import generate
-from tunix.inference.pretrained import find_checkpoint
+from tunix.inference.pretrained import Pretrained, find_checkpoint
 from tunix.verify import check_everything
 
 FLOAT32 = "dtype=float32"
@@ -598,9 +599,7 @@ def test_weights_in_other_stacks_have_no_average(monkeypatch):
 
     def load(source, *_, weights, **__):
         assert weights == "ema"
-        model = Mock(cfg=configs[source], params={})
-        model.merged.return_value = model
-        return model
+        return Pretrained(configs[source], *[None] * 3, {}, *[None] * 3)
 
     monkeypatch.setattr("tunix.average.load_pretrained", load)
     message = (
@@ -608,6 +607,20 @@ def test_weights_in_other_stacks_have_no_average(monkeypatch):
     )
     with pytest.raises(UserError, match=message):
         average_weights(["a", "b"], (1.0, 1.0), Mock(weights="ema"), "no_shard")
+
+
+def test_an_average_has_two_models_in_memory_at_a_time(monkeypatch):
+    """While the third was read, the first, the second and their sum were there too."""
+    found, cfg = [], compose([]).config.model
+
+    def load(source, *_, **__):
+        found.append(sum(array.shape == (977,) for array in jax.live_arrays()))
+        return Pretrained(cfg, *[None] * 3, {"w": jnp.full(977, float(source))}, *[None] * 3)
+
+    monkeypatch.setattr("tunix.average.load_pretrained", load)
+    mean = average_weights(["1", "2", "3", "6"], (1.0, 1.0, 1.0, 1.0), Mock(), "no_shard")
+    assert found == [0, 1, 1, 1]
+    np.testing.assert_allclose(mean.params["w"], 3.0)
 
 
 @pytest.mark.nightly
