@@ -32,7 +32,7 @@ from tunix.base.errors import UserError
 from tunix.checkpoints import bucket
 from tunix.checkpoints.folders import Folder
 from tunix.checkpoints.root import check_root, write_root
-from tunix.checkpoints.store import WAITING, Record, open_store
+from tunix.checkpoints.store import WAITING, Record, Store, open_store
 from tunix.config import Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
@@ -267,6 +267,16 @@ def test_a_bucket_that_vanishes_ends_the_save(monkeypatch):
         store.save(3, make_state((1, 1)), Record(INFO_FILES, {}, None))
         with pytest.raises(UserError, match=r"could not be written to s3://shelf/gone.*Could not connect"):
             store.wait()
+
+
+def test_a_bucket_that_does_not_answer_is_not_asked_which_checkpoints_it_has():
+    """The run waited for that answer until its phase was over, and ended with 76; and nothing said what was wrong."""
+    silent: Any = SimpleNamespace(open=lambda: None, folder="s3://shelf/run/checkpoints", explain=buckets.explain)
+    store = Store(silent, checkpoint_keys())
+    store.failure = TimeoutError()
+    said = r"written to s3://shelf/run/checkpoints: the server does not answer .*; whole checkpoints: those that were"
+    with pytest.raises(UserError, match=said):
+        store.wait()
 
 
 @pytest.mark.parametrize(

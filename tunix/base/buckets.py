@@ -42,6 +42,7 @@ REASONS = {
     "ClientConnectorError": "the server cannot be reached",
     "NonHttpUrlRedirectClientError": "it leads to an address that is not read",
     "TooManyRedirects": "it leads from one address to the next, without end",
+    "TimeoutError": "the server does not answer",
 }
 # Reasons for an error whose class says nothing, by words in its text: those of Google, tensorstore and gcsfs.
 PATTERNS = {

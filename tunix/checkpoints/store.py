@@ -337,10 +337,10 @@ class Store:
         """Return a `UserError` for a disk or a bucket that takes no more, and any other error, a bug, as it is."""
         if (reason := self._find_reason(error)) is None:
             return error
-        try:
-            whole = ", ".join(map(str, self.storage.list_steps())) or "none"
-        except (OSError, UserError):
-            whole = "those that were there"
+        whole = "those that were there"
+        if not isinstance(error, TimeoutError):  # else it would let this question wait, too
+            with suppress(OSError, UserError):
+                whole = ", ".join(map(str, self.storage.list_steps())) or "none"
         return UserError(
             f"a checkpoint could not be written to {self.folder}: {reason}; whole checkpoints: {whole}. "
             f"When it can be written again, go on with {format_resume(self.home)}"
