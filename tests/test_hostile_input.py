@@ -421,6 +421,16 @@ def test_rows_of_prompts_that_are_nested_too_deep(tmp_path):
         _read_rows(tmp_path / "deep.jsonl", "text")
 
 
+@pytest.mark.parametrize(
+    "note", ["{}", '{"num_rows": "1", "num_bytes": 3, "info": {}}', '{"num_rows": 1, "num_bytes": 3}']
+)
+def test_a_damaged_note_of_the_answers_so_far_is_named(note, tmp_path):
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    (tmp_path / "out.jsonl.unfinished").write_text(note)
+    with pytest.raises(UserError, match=r"out.jsonl.unfinished is damaged: it does not say how many answers"):
+        AnswerFile(tmp_path / "out.jsonl", [{"prompt": "a"}], {})
+
+
 @pytest.mark.parametrize("value", ["1" * 5000, "\u00b2", "-1", "x"])
 @pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
 def test_sizes_of_a_terminal_that_are_no_numbers_are_ignored(name, value, monkeypatch, capsys):

@@ -141,10 +141,15 @@ class AnswerFile:
         if not (self.note.exists() and path.exists()):
             return
         found = read_json(self.note)
-        self.num_rows, self.num_bytes = found["num_rows"], found["num_bytes"]
+        counts, before = (found.get("num_rows"), found.get("num_bytes")), found.get("info")
+        if not isinstance(before, dict) or not all(type(count) is int and count >= 0 for count in counts):
+            raise UserError(
+                f"{self.note} is damaged: it does not say how many answers there are; remove it to replace them"
+            )
+        self.num_rows, self.num_bytes = counts
         self._digest(rows[: self.num_rows])
-        differing = [key for key, value in self.info.items() if found["info"].get(key) != value]
-        differing += ["prompts"] if found["digest"] != self.digest else []
+        differing = [key for key, value in self.info.items() if before.get(key) != value]
+        differing += ["prompts"] if found.get("digest") != self.digest else []
         differing += ["length"] if path.stat().st_size < self.num_bytes else []
         if differing:
             raise UserError(
