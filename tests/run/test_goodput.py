@@ -60,6 +60,18 @@ def test_seconds_over_two_starts(tmp_path):
     assert older.record(1)["lost_steps_s"] == 12
 
 
+def test_damaged_lines_end_no_resume(tmp_path):
+    lines = [
+        {"step": 1, "split": "goodput", "train_s": 3.0},
+        {"step": 2, "step_time_s": 4.0},
+        {"step": 2, "data_wait_s": "1"},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    goodput = Goodput(elapsed_s=0.0)
+    goodput.go_on(tmp_path / "metrics.jsonl", step=1)
+    assert goodput.record(1)["train_s"] == 0
+
+
 def test_lines_of_a_long_run_are_read_in_linear_time(tmp_path, monkeypatch):
     """A resume of a run of 320,000 steps, with a line of goodput each 100, took a minute of processor time."""
 

@@ -211,6 +211,9 @@ def test_ids_of_sinks_in_several_threads(tmp_path):
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(lambda name: keep_id(tmp_path, name, f"id of {name}"), names))
     assert {name: read_id(tmp_path, name) for name in names} == {name: f"id of {name}" for name in names}
+    (tmp_path / "run_ids.json").write_text("[]")
+    with pytest.raises(UserError, match="run_ids.json is not a JSON object"):
+        read_id(tmp_path, "wandb")
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):

@@ -14,7 +14,7 @@ newest one, and the times of the steps behind it; so nothing else is kept.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,12 @@ class Goodput:
             number = line.get("step")
             if not isinstance(number, int):
                 continue
-            if line.get("split") == SPLIT:
+            if line.get("split") == SPLIT and _has_numbers(line, [*(f"{name}_s" for name in self.seconds), *CLOCK]):
                 latest, behind = line, []
                 # A start goes on behind the step of this line. Later steps that stand before it are counted as lost.
                 while lost and lost[-1]["step"] > number:
                     lost.pop()
-            elif "split" not in line and isinstance(line.get("step_time_s"), float):
+            elif "split" not in line and _has_numbers(line, ("step_time_s", "data_wait_s")):
                 behind.append(line)
                 if number > step:
                     lost.append(line)
@@ -97,6 +97,14 @@ class Goodput:
             "step": step, "split": SPLIT, "goodput": share, **seconds, "other_s": other, "total_s": total,
             "began_at": time.time() - total,  # by the clock of now: the next start counts from now, by the same clock
         }  # fmt: skip
+
+
+CLOCK = ("total_s", "began_at")
+
+
+def _has_numbers(line: dict[str, Any], keys: Iterable[str]) -> bool:
+    """Return whether a line of metrics.jsonl has these numbers; a damaged one may lack them."""
+    return all(isinstance(line.get(key), int | float) for key in keys)
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from tunix.base.errors import Ending, UserError, name_error
-from tunix.base.files import write_whole
+from tunix.base.files import read_json, write_whole
 from tunix.base.text import flat
 from tunix.base.web import NoRedirects, build_opener
 from tunix.run.sinks import Sink, Start
@@ -37,14 +37,14 @@ _changing = threading.Lock()  # each sink has a thread of its own, and each adds
 def read_id(folder: Path, sink: str) -> str | None:
     """Return the id that a sink has given to the run; None if it has none yet."""
     path = folder / "run_ids.json"
-    return json.loads(path.read_text()).get(sink) if path.is_file() else None
+    return read_json(path).get(sink) if path.is_file() else None
 
 
 def keep_id(folder: Path, sink: str, value: str) -> None:
     """Write the id that a sink has given to the run."""
     path = folder / "run_ids.json"
     with _changing:
-        ids = json.loads(path.read_text()) if path.is_file() else {}
+        ids = read_json(path) if path.is_file() else {}
         write_whole(path, json.dumps(ids | {sink: value}, indent=1) + "\n")
 
 
