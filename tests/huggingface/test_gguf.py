@@ -90,6 +90,21 @@ def test_rope_factors_of_llama_3_pooling_and_several_templates(pooling, number, 
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("1_Pooling/config.json", b"[]", "1_Pooling/config.json is not a JSON object"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8 .byte 0.; save it as UTF-8"),
+    ],
+)
+def test_a_damaged_file_of_the_model_is_named(name, content, message, tmp_path):
+    folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        write(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     ("dtype", "kind", "tolerance"), [("bfloat16", "BF16", 0), ("float16", "F16", 0), ("q8_0", "Q8_0", 0.005)]
 )
 def test_dtypes_and_tokenizer(dtype, kind, tolerance, hf_dir, tmp_path):

@@ -22,6 +22,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tunix.base.errors import UserError
+from tunix.base.files import read_json
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.huggingface.weights import check_range
@@ -358,8 +359,8 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, stops: list[int], g
 def _add_pooling(writer: Any, folder: Path, gguf: Any) -> None:
     """Say how the tokens of a text become its vector, where the folder says it to sentence-transformers."""
     path = folder / "1_Pooling/config.json"
-    info = json.loads(path.read_text()) if path.is_file() else {}
-    modes = [info.get("pooling_mode"), *(name for name, value in info.items() if value is True)]
+    info = read_json(path) if path.is_file() else {}
+    modes = [str(info.get("pooling_mode")), *(name for name, value in info.items() if value is True)]
     if kind := next((POOLINGS[mode] for mode in modes if mode in POOLINGS), None):
         writer.add_pooling_type(getattr(gguf.PoolingType, kind))
 
@@ -388,7 +389,7 @@ def _name_cuts(steps: list[dict[str, Any]]) -> str:
 
 def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer, stops: list[int]) -> None:
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     begins_with_bos = False
     for key, add in (
         ("bos_token", writer.add_bos_token_id),
@@ -398,7 +399,7 @@ def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer, stops: li
     ):
         token = config.get(key)
         text = token.get("content") if isinstance(token, dict) else token
-        if text is not None and (index := backend.token_to_id(text)) is not None:
+        if isinstance(text, str) and (index := backend.token_to_id(text)) is not None:
             add(index)
             ids = backend.encode("a").ids
             if key == "bos_token":
@@ -413,7 +414,10 @@ def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer, stops: li
     for add, index in zip((writer.add_eot_token_id, writer.add_eom_token_id), stops, strict=False):
         add(index)
     template = folder / "chat_template.jinja"
-    chat = template.read_text() if template.is_file() else config.get("chat_template")
+    try:
+        chat = template.read_text(encoding="utf-8") if template.is_file() else config.get("chat_template")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{template.name} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     if isinstance(chat, list):  # of several, each with its name
         chat = [each for each in chat if isinstance(each, dict) and {type(text) for text in each.values()} == {str}]
     if chat and isinstance(chat, str | list):
