@@ -141,7 +141,7 @@ class AnswerFile:
         if not (self.note.exists() and path.exists()):
             return
         found = read_json(self.note)
-        counts, before = (found.get("num_rows"), found.get("num_bytes")), found.get("info")
+        before, counts = found.get("info"), [found.get(name, -1) for name in ("num_rows", "num_bytes")]
         if not isinstance(before, dict) or not all(type(count) is int and count >= 0 for count in counts):
             raise UserError(
                 f"{self.note} is damaged: it does not say how many answers there are; remove it to replace them"
