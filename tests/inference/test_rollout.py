@@ -14,7 +14,13 @@ from support.harness import ROOT, experts, program
 
 from tunix.costs import rollout as rollout_sizes
 from tunix.costs.hlo import read_collectives
-from tunix.costs.rollout import CacheSpec, _count_cache_bytes, derive_rollout_costs
+from tunix.costs.rollout import (
+    CacheSpec,
+    RolloutCosts,
+    _count_cache_bytes,
+    _count_weight_bytes,
+    derive_rollout_costs,
+)
 from tunix.inference.engine import Engine
 from tunix.inference.kv_cache import make_cache
 from tunix.inference.rollout import Request, Sampler
@@ -163,11 +169,21 @@ def test_the_loop_moves_nothing_between_data_shards(rollout_on):
 def test_sizes():
     assert [rollout_sizes.pad_rows(n) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert [rollout_sizes.pad_batch(n) for n in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert [rollout_sizes.pad_prompt(n) for n in (1, 16, 17)] == [16, 16, 32]
+    assert [rollout_sizes.pad_few(n) for n in (1, 2, 4, 5, 16, 17)] == [1, 4, 4, 16, 16, 64]
+    assert rollout_sizes._list_slots(100, 1000) == [128, 256, 512, 1000]
     assert [rollout_sizes.count_prefill_prompts(n) for n in (1, 16, 17, 5000, 40_000)] == [1024, 1024, 512, 2, 1]
     assert [rollout_sizes.count_slots(n, 400) for n in (20, 128, 129, 257)] == [128, 128, 256, 400]
     assert [rollout_sizes.count_slots(n, 300) for n in (128, 129)] == [128, 300]  # 256 slots would be nearly all
     assert [rollout_sizes.select_fewer_rows(64, n) for n in (64, 33, 32, 17, 1, 0)] == [64, 64, 32, 32, 8, 8]
     assert [rollout_sizes.select_fewer_rows(256, n, 64) for n in (129, 128, 1)] == [256, 128, 64]
+
+
+def test_other_rollouts_have_weights_and_caches_of_their_own():
+    num_bytes = {"gathered weights": 5, "cache": 3, "other cache": 2, "logits": 1}
+    costs = RolloutCosts(1, num_bytes, 1, 0.0, 0.0)
+    assert costs.with_others(0) == costs
+    assert costs.with_others(2).num_bytes == num_bytes | {"other rollouts": 2 * (5 + 3 + 2)}
 
 
 def test_memory_has_room_for_the_rows_that_go_on(alone):
@@ -250,3 +266,21 @@ def test_a_row_of_a_cache_has_the_bytes_that_are_derived(kind):
     cache = jax.eval_shape(partial(make_cache, num_rows=3, windows=windows), entries)
     found = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     assert found == 3 * _count_cache_bytes(built.arch, built.mesh, 48, spec)
+
+
+@pytest.mark.parametrize("quantized", ["int8", "nf4"])
+def test_gathered_weights_have_the_bytes_that_are_derived(quantized):
+    """As matrices, where the devices' memory is four times as much or sets no limit, else as codes and scales."""
+    lora = "model.lora.rank=2", f"model.lora.quantize_base={quantized}"
+    built = program(*WORDS, f"model.mesh_shape={ALONE}", *lora).built
+    gathering = Sampler(built.arch, 128, built.mesh).gathering
+    with jax.set_mesh(built.mesh):
+        matrices, codes = (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+            for weights in (
+                jax.eval_shape(partial(gathering, as_matrices=as_matrices), built.abstract["params"])
+                for as_matrices in (True, False)
+            )
+        )
+    count = partial(_count_weight_bytes, built.arch, built.mesh)
+    assert (count(None), count(4 * matrices), count(4 * matrices - 4)) == (matrices, matrices, codes)
