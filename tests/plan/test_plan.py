@@ -41,7 +41,7 @@ from tunix.costs.passes import count_weight_bytes
 from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
 from tunix.costs.step import _count_repeated_flops, derive, derive_costs, find_train_spec
 from tunix.models.context_parallel import select_exchange
-from tunix.models.flops import flops_per_token, forward_flops_per_token
+from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan import derived_time
 from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
@@ -370,8 +370,20 @@ def test_the_bubble_of_stages_has_no_logits(rank, passes):
         (["training.remat=full"], 3),
         (["training.remat=full", "model.lora.rank=4"], 2),
         (["task=dpo", "data=pairs", "data.paths=[none]", "loading.packing=pad"], 4),
+        (
+            [
+                "model=glm4_5_air",
+                "model.rotated_dim=4",
+                "model.sliding_window=null",
+                "model.global_every=1",
+                experts(),
+                "model.mtp={loss_weight: 0.3}",
+                "training.remat=full",
+            ],
+            6,
+        ),
     ],
-    ids=["remat", "lora", "dpo"],
+    ids=["remat", "lora", "dpo", "mtp"],
 )
 def test_logits_are_in_no_block(words, passes):
     """No policy computes them again; a loss whose tokens depend on one another does."""
@@ -381,6 +393,34 @@ def test_logits_are_in_no_block(words, passes):
         costs.append(derive(cfg, dict.fromkeys(axis_names(), 1), "cpu", with_activations=False))
     further = 2 * 512 * cfg.model.embed_dim * costs[0].tokens_per_step
     assert costs[1].flops - costs[0].flops == pytest.approx(passes * further)
+
+
+def test_a_bubble_computes_blocks_that_nobody_uses():
+    """Blocks of further layers on stages; of one microbatch in four parts a stage computes 4 + 3."""
+    costs, sizes = [], dict.fromkeys(axis_names(), 1) | {"pp": 4}
+    for layers in (4, 8):
+        words = f"model.num_layers={layers}", "model.global_every=1", "training.remat=none"
+        train_spec = find_train_spec(compose([*SMALL, *words]).config, sizes, "cpu")
+        costs.append(derive_costs(train_spec, with_activations=False))
+    pipeline = train_spec.choices.pipeline
+    assert (pipeline.num_parts, pipeline.num_microbatches) == (4, 1)
+    forward = (costs[1].model_flops - costs[0].model_flops) / 3
+    passes = (3 + pipeline.recompute_runs) * 7 / 4
+    assert costs[1].flops - costs[0].flops == pytest.approx(passes * forward)
+
+
+def test_chunks_of_linear_attention_are_computed_forward_and_twice_backward():
+    linear = "{num_key_heads: 2, num_value_heads: 4, key_dim: 8, value_dim: 8, filter_size: 4}"
+    words = f"++model.linear_attention={linear}", "model.sliding_window=null", "model.attention_gate=true"
+    cfg = compose([*SMALL, *words, "training.remat=none"]).config
+    costs = derive(cfg, dict.fromkeys(axis_names(), 1), "cpu", with_activations=False)
+    chunks = chunk_flops_per_token(cfg.model, 32, 1) * costs.tokens_per_step
+    assert costs.flops - costs.model_flops == pytest.approx(3 * chunks) != 0
+
+
+def test_a_program_is_that_of_its_platform():
+    cfg, sizes = compose(SMALL).config, dict.fromkeys(axis_names(), 1)
+    assert [find_train_spec(cfg, sizes, platform).platform for platform in ("cpu", "gpu")] == ["cpu", "gpu"]
 
 
 @pytest.mark.parametrize(("num_devices", "rows", "keys", "logits"), [(2, 320, 0, 0), (4, 320, 3, 0), (4, 321, 3, 3)])
