@@ -28,6 +28,8 @@ from tunix.config.training import REMAT
 from tunix.costs.communication import Transfer, predict_seconds
 from tunix.costs.compiled_time import StepTime
 from tunix.costs.devices import (
+    HBM_SHARE,
+    KERNEL_SHARE,
     LINK_SHARE,
     Group,
     find_kind,
@@ -37,9 +39,10 @@ from tunix.costs.devices import (
     replace_network,
 )
 from tunix.costs.hlo import read_collectives
-from tunix.costs.passes import count_weight_bytes
+from tunix.costs.passes import FusedWork, count_weight_bytes
 from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
 from tunix.costs.step import _count_repeated_flops, derive, derive_costs, find_train_spec
+from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
@@ -199,6 +202,7 @@ def test_a_transfer_waits_for_half_of_the_one_before_it():
     link.put(Transfer("all-reduce", ("fsdp",), 4, overlaps=0.0, count=4), 0.04)
     link.put(Transfer("all-reduce", ("fsdp",), 4, overlaps=0.0, count=4), 0.04)  # XLA joins both
     assert link.wait_behind_others(20.0) == pytest.approx(4 * 0.5 * 0.5)
+    assert link.wait_behind_others(5.0) == pytest.approx(4 * 0.5)  # it is always busy
     assert list(link.in_passes) == [5.0, 5.0]
     assert Link().wait_behind_others(20.0) == 0.0
 
@@ -225,6 +229,59 @@ def test_what_arithmetic_cannot_hide_is_exposed(monkeypatch):
     found = derived_time.derive_time(compose([]).config, sizes, costs, read_topology("h100:8"))
     assert found.exposed_s == pytest.approx(0.2 + (2.4 - 2) + 2.4 / 3 * 2.4 / 2)
     assert (found.compute_s, found.communication_s) == (3.0, pytest.approx(2.6))
+
+
+def test_links_in_a_node_and_between_nodes_are_busy_at_one_time(monkeypatch):
+    monkeypatch.setattr(derived_time, "_derive_compute_s", lambda *_: (3.0, 0.0))
+    monkeypatch.setattr(derived_time, "predict_seconds", lambda transfer, *_: transfer.num_bytes / 10)
+    sizes: Any = dict.fromkeys(axis_names(), 1) | {"dp": 2, "fsdp": 8}
+    transfers = [Transfer("reduce-scatter", ("fsdp",), 24), Transfer("all-reduce", ("dp",), 24)]
+    costs: Any = SimpleNamespace(model_flops=3.0, flops=3.0, transfers=transfers)
+    found = derived_time.derive_time(compose([]).config, sizes, costs, read_topology("h100:2x8"))
+    assert (found.exposed_s, found.communication_s) == (pytest.approx(2.4 - 2), pytest.approx(4.8))
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("null", 0.0), ("fp8", 0.9)])
+def test_arithmetic_is_that_of_products_kernels_passes_and_the_update(dtype, share, monkeypatch):
+    """Products of 8 bits are all that is left beside kernels, which have a tenth of all and more."""
+    attention = derived_time.AttentionWork(counted_flops=2e15, seconds=5.0)
+    monkeypatch.setattr(derived_time, "derive_attention", lambda *_: attention)
+    cfg, cluster = compose([f"training.matmul_dtype={dtype}"]).config, read_topology("h100:8")
+    kind, fused = cluster.kind, FusedWork(counted_flops=1e15, flops=3e15, num_bytes=1e12)
+    costs: Any = SimpleNamespace(
+        num_bytes={"weights": 1e9, "optimizer": 2e9}, gradient_bytes=3e9, flops=10e15, matmul_share=share, fused=fused,
+        pass_bytes=4e12, tokens_per_step=8000,
+    )  # fmt: skip
+    compute_s, outside_s = derived_time._derive_compute_s(cfg, {}, costs, cluster)
+    flops_per_s, bytes_per_s = kind.peak_tflops * 1e12 * kind.efficiency, kind.hbm_gb_per_s * 1e9 * HBM_SHARE
+    products_s = 7e15 / (flops_per_s if not share else kind.fp8_tflops * 1e12 * kind.efficiency)
+    update_s = 2 * 6e9 / bytes_per_s
+    kernels_s = 3e15 / (flops_per_s * KERNEL_SHARE) + 5.0
+    assert compute_s == pytest.approx(products_s + kernels_s + 5e12 / bytes_per_s + update_s)
+    logits = 6 * cfg.num_outputs * cfg.model.embed_dim * 1000
+    assert outside_s == pytest.approx(update_s + logits / flops_per_s)
+
+
+def test_attention_computes_its_pairs_as_often_as_it_runs(monkeypatch):
+    """Two microbatches of 5 rows, 7 heads and 3 layers with a window of 4; the forward pass runs twice more."""
+    case: Any = SimpleNamespace(
+        recompute=2.0, recompute_products=0.5, windows={4: 3}, microbatches=2,
+        heads=SimpleNamespace(num_devices=1, rows=5, queries=7, itemsize=2), kind=SimpleNamespace(dim=1, value_dim=3),
+        cluster=read_topology("h100:8"), flash_blocks=None, kernel="xla",
+        cfg=SimpleNamespace(training=SimpleNamespace(seq_len=4096)),
+    )  # fmt: skip
+    monkeypatch.setattr(derived_time, "_list_cases", lambda *_: [case])
+    kind, layers = case.cluster.kind, 2 * 5 * 7 * 3
+    flops_per_s, bytes_per_s = kind.peak_tflops * 1e12 * kind.efficiency, kind.hbm_gb_per_s * 1e9 * HBM_SHARE
+    cfg = compose([*SMALL, "training.seq_len=4096"]).config
+    found = derived_time.derive_attention(cfg, dict.fromkeys(axis_names(), 1), case.cluster)
+    pairs, flops = 1 + 2 + 3 + 4 * 4093, (2 * (1 + 3), 8 * 1 + 6 * 3)
+    assert found.counted_flops == layers * pairs * 3.5 * flops[0]
+    times = (3 * 4 + 2 * 2) / bytes_per_s, (4 * 4 + 5 * 2) / bytes_per_s  # scores pass through memory
+    computed = (4096 + select_query_block(4096)) * 4096 / 2  # the triangle of its blocks
+    assert found.seconds == pytest.approx(layers * computed * (3 * times[0] + times[1]))
+    case.kernel = "cudnn"
+    assert derived_time._predict_pair_times(case) == tuple(each / (flops_per_s * KERNEL_SHARE) for each in flops)
 
 
 def test_the_memory_of_a_mesh_is_that_of_the_largest_need():
