@@ -421,3 +421,11 @@ def test_a_run_that_begins_with_another_has_its_stacks(tmp_path):
     values["model"] = {"init_from": str(tmp_path), "layers_before_stages": 3}
     with pytest.raises(UserError, match=r"stages=3, but .*config.yaml says 2; leave it out, or begin with the export"):
         fill_from_run(values, tmp_path, 1)
+
+
+def test_a_copy_of_a_model_finds_its_layers_anew():
+    model, same = (compose(["model=tiny"]).config.model for _ in range(2))
+    assert model.runs[-1].layers.stop == model.num_layers
+    assert model.model_copy(update={"num_layers": 1}).runs[-1].layers.stop == 1
+    assert model == same  # whether its runs were asked for or not
+    assert hash(model) == hash(same)

@@ -1,6 +1,7 @@
 """The decoder's architecture, and the mesh."""
 
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -264,10 +265,16 @@ class Model(Section):
         """Layers with experts, in a model that has some."""
         return tuple(layer for layer in range(self.num_layers) if not self.stack_of(layer).endswith("dense_blocks"))
 
-    @property
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
         """All layers as runs (`list_runs`)."""
         return list_runs(self)
+
+    def __copy__(self) -> Self:
+        """A copy, which `model_copy` changes, finds its runs anew."""
+        copied = super().__copy__()
+        copied.__dict__.pop("runs", None)
+        return copied
 
     @property
     def num_turns(self) -> int:

@@ -14,6 +14,7 @@ from tunix.base.files import read_yaml
 from tunix.sharding.table import (
     DIMS,
     LAYERS,
+    MESH,
     Dim,
     Whole,
     axis_names,
@@ -34,11 +35,6 @@ Shape = tuple[tuple[int, ...], tuple[str, ...]]  # sizes and axis names
 MeshShape = Shape | str
 AUTO: Shape = ((-1,), keeping_axes()[:1])  # all devices on the axis that keeps weights
 ONE_DEVICE: Shape = ((1,), keeping_axes()[:1])
-# Names that other programs give to their axes.
-AXES_ELSEWHERE = {
-    "data": "dp", "replica": "dp", "ddp": "dp", "shard": "fsdp", "model": "tp", "tensor": "tp", "mp": "tp",
-    "sequence": "cp", "seq": "cp", "context": "cp", "sp": "cp", "expert": "ep", "stage": "pp", "pipe": "pp",
-}  # fmt: skip
 MAX_ROWS = 16  # of a table in the start report; longer ones are cut off
 
 
@@ -61,8 +57,8 @@ def parse(value: object) -> MeshShape:
         raise ValueError(f"{len(sizes)} sizes for {len(axes)} axes; expected {TYPE_HINT}")
     for axis in axes:
         if axis not in axis_names():
-            meant = AXES_ELSEWHERE.get(str(axis))
-            hint = f"; did you mean {meant}?" if meant else did_you_mean(str(axis), list(axis_names()))
+            meant = [each.name for each in MESH if axis in each.elsewhere]
+            hint = f"; did you mean {meant[0]}?" if meant else did_you_mean(str(axis), list(axis_names()))
             raise ValueError(f"unknown axis {axis!r}; axes are {', '.join(axis_names())}{hint}")
         if axes.count(axis) > 1:
             raise ValueError(f"axis {axis} is named twice; name each axis once")

@@ -12,7 +12,7 @@ everything outside asks them when it needs to know. No other file writes the nam
 import math
 from dataclasses import dataclass
 from enum import Enum
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 
@@ -25,16 +25,18 @@ class Axis:
     keeps_weights: bool = False  # weights rest split over it, and are gathered before a product uses them
     suggested: bool = False  # messages propose meshes with this axis even to a user who did not name it
     needs: str = ""  # letter of a dimension without which the axis has no purpose
+    elsewhere: tuple[str, ...] = ()  # names that other programs give to it
 
 
 # Outermost first: neighbours on the last axis are neighbours in the machine.
 MESH = (
-    Axis("pp", splits_batch=True),  # around the blocks; inside of them it splits the layers (LAYERS, below)
-    Axis("dp", splits_batch=True),
-    Axis("fsdp", splits_batch=True, keeps_weights=True, suggested=True),
-    Axis("ep", splits_batch=True, keeps_weights=True, needs="X"),
-    Axis("cp", keeps_weights=True),
-    Axis("tp", suggested=True),
+    # Around the blocks; inside of them it splits the layers (LAYERS, below).
+    Axis("pp", splits_batch=True, elsewhere=("stage", "pipe")),
+    Axis("dp", splits_batch=True, elsewhere=("data", "replica", "ddp")),
+    Axis("fsdp", splits_batch=True, keeps_weights=True, suggested=True, elsewhere=("shard",)),
+    Axis("ep", splits_batch=True, keeps_weights=True, needs="X", elsewhere=("expert",)),
+    Axis("cp", keeps_weights=True, elsewhere=("sequence", "seq", "context", "sp")),
+    Axis("tp", suggested=True, elsewhere=("model", "tensor", "mp")),
 )
 
 
@@ -213,7 +215,9 @@ def _expand(axes: Axes) -> tuple[str, ...]:
         return ()
     if isinstance(axes, tuple):
         return tuple(name for each in axes for name in _expand(each))
-    return {DATA: data_axes(), KEEPING: keeping_axes()}.get(axes, (axes,))
+    if axes == DATA:
+        return data_axes()
+    return keeping_axes() if axes == KEEPING else (axes,)
 
 
 # Equations of products: what they say about the shape, the fan-in and the gradient of a weight.
@@ -245,30 +249,30 @@ class Equation:
         """True where the product takes the tokens of a branch and gives those of the residual stream."""
         return TOKENS in self.x and STREAM_TOKENS in self.y
 
-    @property
+    @cached_property
     def x(self) -> str:
         return self.text.split(",")[0]
 
-    @property
+    @cached_property
     def y(self) -> str:
         return self.text.split("->")[1]
 
-    @property
+    @cached_property
     def w(self) -> str:
         return self.text.split("->")[0].split(",")[1]
 
-    @property
+    @cached_property
     def copies(self) -> str:
         """Dimensions of the weight along which products stand side by side: layers, and those in x, w and y."""
         in_all = {*STACKED, *set(self.x) & set(self.y)}
         return "".join(dim_name for dim_name in self.w if dim_name in in_all)
 
-    @property
+    @cached_property
     def summed(self) -> str:
         """Dimensions of the weight that the product sums over: its fan-in."""
         return "".join(dim_name for dim_name in self.w if dim_name not in self.y + self.copies)
 
-    @property
+    @cached_property
     def batch(self) -> str:
         """Dimensions of the activations that the weight lacks: its gradient is a sum over them."""
         return "".join(dim_name for dim_name in dict.fromkeys(self.x + self.y) if dim_name not in self.w)
