@@ -228,6 +228,26 @@ def test_a_damaged_object_is_named(server, files):
         store.restore(3, empty(make_state((2, 1))))
 
 
+def test_a_bucket_that_refuses_to_be_read_has_no_damaged_checkpoint(server, monkeypatch):
+    """A run that was resumed then took the checkpoint before, or deleted the best one, whose loss it did not read."""
+    store = open_bucket(f"s3://{BUCKET}/refused/checkpoints", checkpoint_keys(max_to_keep=1))
+    for step in (3, 4):
+        store.save(step, make_state((1, 1)), Record(INFO_FILES, {}, {"held_out_loss": float(step)}))
+        store.finish()
+    again = open_bucket(store.folder, checkpoint_keys(max_to_keep=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "denies", True)
+        for check in (again.check, again.storage.check):
+            with pytest.raises(UserError, match=r"refused/checkpoints/4/digests.json: access is denied"):
+                check(4)
+        patch.setattr(again.storage, "list_steps", lambda: [3, 4])
+        again._delete_old()
+        assert again.losses == {}
+    again._delete_old()
+    assert again.losses == {3: 3.0, 4: 4.0}
+    assert store.steps() == [3, 4]
+
+
 def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server):
     store = open_bucket(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
     store.save(3, make_state((2, 1)), Record(INFO_FILES, {}, None))

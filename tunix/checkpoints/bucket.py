@@ -37,8 +37,9 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from tunix.base.buckets import explain, filesystem, join, list_names
+from tunix.base.buckets import explain, explaining, filesystem, join, list_names
 from tunix.base.digests import FILE, Damaged, digest_bytes
+from tunix.base.errors import UserError
 from tunix.base.files import is_whole_number
 from tunix.config.saved_runs import list_steps
 from tunix.training.state import State
@@ -98,8 +99,14 @@ class Objects:
         self.store.write(name, data).result(2 * self.timeout_s)
 
     def read(self, name: str) -> bytes:
-        """Return an object's bytes; raises `FileNotFoundError` where there is none."""
-        answer = self.store.read(name).result(2 * self.timeout_s)
+        """Return an object's bytes.
+
+        Raises:
+            FileNotFoundError: there is none.
+            UserError: the server refuses or does not answer, which says nothing about the object.
+        """
+        with explaining(join(self.address, name), KEY):
+            answer = self.store.read(name).result(2 * self.timeout_s)
         if answer.state != "value":
             raise FileNotFoundError(f"{self.address}/{name} is missing")
         return answer.value
@@ -227,7 +234,7 @@ class Bucket:
             address = join(self.folder, str(step), name)
             try:
                 data = self.objects.read(f"{step}/{name}")
-            except (FileNotFoundError, ValueError) as error:
+            except FileNotFoundError as error:
                 raise Damaged(f"{address} cannot be read: {explain(error)}") from None
             if digest_bytes(data) != files[name]:
                 size = files[name]["size"]
@@ -253,6 +260,8 @@ class Bucket:
     def _read_digests(self, step: int, name: str) -> dict[str, Any]:
         try:
             return dict(json.loads(self.read(step, name))["files"])
+        except UserError:  # of the server
+            raise
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{join(self.folder, str(step), name)} cannot be read: {explain(error)}") from None
 

@@ -328,6 +328,8 @@ class Store:
             try:
                 metrics = self.storage.read_metrics(step)
                 self.losses[step] = None if metrics is None else float(metrics["held_out_loss"])
+            except UserError:  # a bucket refuses or does not answer, for now: this may be the best one
+                raise
             except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
                 self.losses[step] = None  # the other checkpoints stay usable
                 log.error("step %d in %s: %r: this checkpoint does not count as the best", step, self.folder, error)
