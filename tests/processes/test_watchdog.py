@@ -253,7 +253,7 @@ def test_each_stop_signal_asks_the_run_to_stop(number):
     with watchdog.listening():
         signal.raise_signal(number)
         assert watchdog.stop_requested() == signal.Signals(number).name
-    watchdog._stop_signals.clear()
+    watchdog.forget_requests()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of `end`
@@ -276,7 +276,21 @@ def test_a_request_to_stop_ends_a_phase_without_a_limit(where, monkeypatch, caps
             monkeypatch.setattr(peers, "is_preempted", lambda: True)
         assert codes.get(timeout=10) == 75
     assert capsys.readouterr().out == "SIGTERM while preparing the data: nothing to save\n"
-    watchdog._stop_signals.clear()
+    watchdog.forget_requests()
+
+
+def test_a_request_to_stop_says_nothing_about_the_next_run(monkeypatch):
+    """Behind a point that had ended by its own time limit, the next one of a sweep ended while it read its data."""
+    monkeypatch.setattr(watchdog, "POLL_S", 0)
+    monkeypatch.setattr(os, "_exit", pytest.fail)
+    looked, find = threading.Event(), watchdog.find_request
+    monkeypatch.setattr(watchdog, "find_request", lambda: looked.set() or find())
+    watchdog.limit_time(100, -1e9)
+    assert watchdog.stop_requested() == "training.time_limit_s=100"
+    dog = watchdog.Watchdog(compose([]).config.distributed)
+    with dog, dog.phase("preparing the data", math.inf):
+        assert looked.wait(10)
+        assert (find(), watchdog.stop_requested()) == (None, None)
 
 
 def test_a_failure_says_nothing_about_the_next_run():
@@ -284,5 +298,6 @@ def test_a_failure_says_nothing_about_the_next_run():
     with watchdog.listening():
         watchdog.request_stop("the disk is full", fails=True)
         assert watchdog.failure_of_stop() == "the disk is full"
+    watchdog.forget_requests()
     with watchdog.listening():
         assert (watchdog.stop_requested(), watchdog.failure_of_stop()) == (None, None)

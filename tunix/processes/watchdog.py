@@ -55,8 +55,6 @@ _polls = count(1)
 @contextmanager
 def listening() -> Iterator[None]:
     """Let the stop signals ask the run to save and stop; after `peers.join`, which replaces the handlers."""
-    for state in (_stop_signals, _agreed, _time_limits):
-        state.clear()
     # With several processes JAX's own handler of SIGTERM stays: it tells the other processes.
     numbers = [number for number in STOP_SIGNALS if number != signal.SIGTERM or jax.process_count() == 1]
     try:
@@ -64,6 +62,12 @@ def listening() -> Iterator[None]:
             yield
     finally:
         _failures.clear()  # they say nothing about what the process does next
+
+
+def forget_requests() -> None:
+    """Forget what an earlier run of this process was asked."""
+    for requests in (_stop_signals, _agreed, _time_limits):
+        requests.clear()
 
 
 def limit_time(limit_s: float | None, start_time: float) -> None:
@@ -210,6 +214,7 @@ class Watchdog:
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
+        forget_requests()
         self.thread.start()
         return self
 
