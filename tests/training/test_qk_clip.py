@@ -90,7 +90,7 @@ def test_what_a_head_with_large_scores_keeps(kind):
     params = nnx.traversals.unflatten_mapping(tree)
     scores = np.full((model.num_layers, model.num_heads), 4.0)
     scores[-1, 1] = 32
-    clip = make_clip(cfg, params)
+    clip = make_clip(cfg)
     clipped = nnx.traversals.flatten_mapping(clip(params, {"attention_score_max": Max(jnp.asarray(scores))}))
     for name, kept in KEPT[kind].items():
         found = clipped[stack, "attention", *name.split(".")]

@@ -24,11 +24,9 @@ from tunix.models.layers import parameter_name
 from tunix.training.logprobs import HEAD_SCORES, Sums
 
 
-def make_clip(cfg: Config, weights: dict[str, Any]) -> Callable[[dict, Sums], dict] | None:
-    """Return the function of parameters behind the update, and of the sums of a step, that clips; None without a key.
-
-    `weights` is the tree of `state.Weight`.
-    """
+def make_clip(cfg: Config) -> Callable[[dict, Sums], dict] | None:
+    """Return the function of parameters behind the update, and of the sums of a step, that clips; None without a
+    key."""
     limit, model = cfg.optimizer.score_limit, cfg.model
     if limit is None:
         return None
@@ -38,7 +36,7 @@ def make_clip(cfg: Config, weights: dict[str, Any]) -> Callable[[dict, Sums], di
         scores = sums[HEAD_SCORES].value
         factors = jnp.where(scores > limit, limit / jnp.maximum(scores, limit), 1.0)
 
-        def of_parameter(path: Any, param: jax.Array, weight: Any) -> jax.Array:
+        def of_parameter(path: Any, param: jax.Array) -> jax.Array:
             stack, _, part = parameter_name(path).partition(".")
             part = part.removeprefix("attention.").removesuffix(".bias.b").removesuffix(".w")
             if stack not in model.stacks or part not in powers:
@@ -49,7 +47,7 @@ def make_clip(cfg: Config, weights: dict[str, Any]) -> Callable[[dict, Sums], di
             shape = [size if at in (0, param.ndim - 2, param.ndim - 1) else 1 for at, size in enumerate(param.shape)]
             return (param * by_number.reshape(shape)).astype(param.dtype)
 
-        return jax.tree.map_with_path(of_parameter, params, weights)
+        return jax.tree.map_with_path(of_parameter, params)
 
     return clip
 

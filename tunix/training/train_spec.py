@@ -312,8 +312,7 @@ class TrainSpec:
         mlp = cfg.model.mlp
         bias_rate = mlp.bias_rate if isinstance(mlp, ExpertsMlp) and not cfg.model.lora.rank else None
         norms_every = cfg.logging.layer_norms_every
-        clip = make_clip(cfg, self.arch.trained_weights)
-        update = Update(self.optimizer, schedule, self.ema, self.guard, bias_rate, norms_every, clip)
+        update = Update(self.optimizer, schedule, self.ema, self.guard, bias_rate, norms_every, make_clip(cfg))
         return make_train_step(self.gradients(), self.arch, update)
 
 
