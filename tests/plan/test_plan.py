@@ -492,6 +492,20 @@ def test_products_that_all_devices_of_tp_compute(num_devices, rows, keys, logits
     assert _count_repeated_flops(train_spec, 10) == 3 * 2 * more * 10
 
 
+def test_xlas_own_products_of_experts_take_the_rows_of_all():
+    """Each of the experts of a device multiplies all rows; one expert a row was counted."""
+    words = [*SMALL, EXPERTS, "model.mesh_shape=[[2],[ep]]", "training.remat=none"]
+    once, all_rows = (
+        derive(compose([*words, f"model.expert_products={name}"]).config, dict.fromkeys(axis_names(), 1) | {"ep": 2})
+        for name in ("fused", "xla")
+    )
+    model = compose(words).config.model
+    of_expert = 3 * model.embed_dim * model.mlp.expert_dim * len(model.expert_layers)
+    rows = once.tokens_per_step / 2 * model.mlp.experts_per_token
+    assert once.model_flops == all_rows.model_flops
+    assert all_rows.flops - once.flops == pytest.approx(6 * of_expert * rows * (model.mlp.num_experts / 2 - 1))
+
+
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])
 def test_what_muon_adds_is_told_to_be_missing(optimizer, told, run):
     _, out, _ = run(*SMALL, f"optimizer={optimizer}", "model.mesh_shape=[[8],[fsdp]]", "plan.topology=h200:8")

@@ -27,7 +27,7 @@ from tunix.models.table import MATMUL_DTYPES
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.layout import list_axes
 from tunix.sharding.mesh import count_devices, token_shards
-from tunix.sharding.table import STREAM_TOKENS, TOKENS, axis_names
+from tunix.sharding.table import EXPERTS, STREAM_TOKENS, TOKENS, axis_names
 from tunix.training.choices import select
 from tunix.training.loss import find_loss_kind
 from tunix.training.state import Architecture
@@ -148,7 +148,8 @@ def _count_repeated_flops(train_spec: TrainSpec, num_tokens: float) -> float:
     """Return the FLOPs of one device that others have too: of products whose weights and tokens no axis splits.
 
     With 4 devices on tp and 2 key/value heads, each computes both heads: 4 times the share that it would have of one
-    product in 4 parts. So it is with low-rank factors beside the width, and with a vocabulary that tp does not divide.
+    product in 4 parts. So it is with low-rank factors beside the width, with a vocabulary that tp does not divide, and
+    with experts whose products are XLA's own.
     """
     layout, mesh, cfg, repeated = train_spec.layout.with_all_layers(), train_spec.mesh, train_spec.cfg, 0.0
     of_logits, weights = find_table_of_logits(train_spec), jax.tree.leaves_with_path(train_spec.arch.weights)
@@ -160,6 +161,8 @@ def _count_repeated_flops(train_spec: TrainSpec, num_tokens: float) -> float:
         tokens = layout.activation("".join(letter for letter in equation.x if letter in BATCH))
         axes = list_axes(layout.in_use(equation)) | list_axes(tokens)
         repeats, pipeline = mesh.size / count_devices(mesh.shape, tuple(axes)), find_passes(weight, train_spec)
+        if EXPERTS in equation.w and layout.expert_products == "xla":  # each expert multiplies the rows of all
+            repeats *= cfg.dims[EXPERTS] / count_devices(mesh.shape, layout.expert_axes)
         recompute = train_spec.choices.remat.recompute_fraction(product_name(parameter_name(path)))
         passes = (2 + is_trained + recompute + pipeline.recompute_runs) * pipeline.iterations_per_microbatch
         if weight is of_logits:
