@@ -4,6 +4,7 @@ import http.server
 import json
 import logging
 import os
+import shutil
 import threading
 import zlib
 
@@ -17,9 +18,12 @@ from tunix.base.digests import Damaged, check_files
 from tunix.base.errors import UserError
 from tunix.base.files import read_json, resolve_below
 from tunix.base.forms import read_signature
+from tunix.config import Export
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose, to_yaml
 from tunix.config.saved_runs import find_mirrored, find_run, mirror_run
 from tunix.data.dataset import prepare_corpus
+from tunix.export import export
 from tunix.huggingface.hub import INFO_FILES, list_copied_files
 
 BAD = ["", "/etc/x", "../x", "a/../../x", "a//x", "./x", "a/.", "a\\x", "C:/x", "C:x", "a\0x", "a\nx", "..", "a/"]
@@ -239,6 +243,23 @@ def test_links_in_a_models_folder_do_not_copy_private_files(tmp_path, caplog):
     assert copied == ["config.json", "same.json", "tokenizer.json"]
     assert f"vocab.txt is a link to {tmp_path}/id_rsa: it is not copied" in caplog.text
     assert [path.name for path in list_copied_files(hub / "snapshots" / "3", INFO_FILES)] == ["tokenizer.json"]
+
+
+def test_links_of_a_strangers_model_are_in_no_export(hf_dir, tmp_path):
+    """Private files stood in the export under the names of files that are copied whole, or read and written again."""
+    model, secrets = shutil.copytree(hf_dir, tmp_path / "model"), tmp_path / "secrets"
+    secrets.mkdir()
+    for name in ("config.json", "id_rsa"):
+        (secrets / name).write_text('{"secret": "PRIVATE"}')
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool.jinja").symlink_to(secrets / "id_rsa")
+    for name in ("generation_config.json", "modules.json", "sentence_bert_config.json"):
+        (model / name).symlink_to(secrets / "id_rsa")
+    (model / "1_Pooling").symlink_to(secrets)
+    export(read_settings(Export, [f"checkpoint={model}", f"output={tmp_path / 'out'}"]))
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(written) > 4
+    assert not [path for path in written if b"PRIVATE" in path.read_bytes()]
 
 
 def test_an_object_that_is_gone_is_not_deleted_outside(serve, tmp_path):

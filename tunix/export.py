@@ -368,8 +368,8 @@ def _find_token_ids(model: Pretrained) -> dict[str, Any]:
 
 def _describe_generation(model: Pretrained, tokens: dict[str, Any]) -> dict[str, Any]:
     """Return generation_config.json: that of the source, with the ids in `tokens` and all that end an answer."""
-    path = None if model.files is None else model.files / GENERATION
-    before = read_json(path) if path is not None and path.is_file() else tokens
+    path = None if model.files is None else next(list_copied_files(model.files, (GENERATION,)), None)
+    before = tokens if path is None else read_json(path)
     if model.vocab is None:
         return before
     if not model.has_source_tokenizer:
@@ -404,8 +404,9 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     if model.files is None:
         return
     _copy_files(model.files, TOKENIZER_FILES, folder)
-    if (further := model.files / TEMPLATES).is_dir():
-        shutil.copytree(further, folder / TEMPLATES)
+    for path in list_copied_files(model.files, (f"{TEMPLATES}/*.jinja",)):
+        (folder / TEMPLATES).mkdir(exist_ok=True)
+        shutil.copy(path, folder / TEMPLATES)
     if vocab is None:
         return
     read = find_tokenizer_files(str(model.files))

@@ -101,14 +101,15 @@ def _explain_push(name: str) -> Iterator[None]:
 def list_copied_files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     """Yield the files of a model's folder that may be copied into a run's folder or an export.
 
-    A folder may come from anybody. So a link is followed only to a file of the same name, or to one of the hub's own
-    cache (MODEL/snapshots/VERSION/NAME -> MODEL/blobs/HASH). Other links are left out, with a warning: a link called
-    vocab.txt may lead to a private file, and exports are published.
+    A folder may come from anybody. So a link is followed only to a file of the same name, in folders of the same names
+    as those between, or to one of the hub's own cache (MODEL/snapshots/VERSION/NAME -> MODEL/blobs/HASH). Other links
+    are left out, with a warning: a link called vocab.txt may lead to a private file, and exports are published.
     """
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        target = path.resolve()
+        target, names = path.resolve(), path.relative_to(folder).parts
         blobs = folder.resolve().parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
-        if target.name != path.name and not any(target.is_relative_to(own) for own in (folder.resolve(), blobs)):
+        is_same = target.parts[-len(names) :] == names
+        if not is_same and not any(target.is_relative_to(own) for own in (folder.resolve(), blobs)):
             log.warning("%s is a link to %s: it is not copied", path, target)
         elif path.is_file():
             yield path
