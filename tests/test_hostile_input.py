@@ -4,10 +4,12 @@ import argparse
 import errno
 import functools
 import http.server
+import inspect
 import json
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,8 +23,19 @@ from models.test_parity import PARITY
 from rich.table import Table
 from support.harness import ONE_LAYER, ROOT, SMALL, cli, state_of_process
 
-from tunix.base.dotted_path import blame_user, import_object
-from tunix.base.errors import MaskingFilter, UserError, is_masked, mask_secrets, mask_values, mask_variables
+from tunix.base.dotted_path import LateCall, blame_user, import_object, select_named, time_limit
+from tunix.base.errors import (
+    MaskingFilter,
+    UserError,
+    first_line,
+    is_masked,
+    mask_secrets,
+    mask_values,
+    mask_variables,
+    name_choices,
+    name_first,
+    near_multiples,
+)
 from tunix.base.files import (
     create_file,
     find_writable,
@@ -141,6 +154,84 @@ def test_a_module_that_ends_the_program(tmp_path, monkeypatch):
     (tmp_path / "ends_when_called.py").write_text("import sys\n\n\ndef loss():\n    sys.exit(0)\n")
     with pytest.raises(UserError, match="fails: SystemExit"), blame_user("task.loss", "ends_when_called:loss"):
         import_object("ends_when_called:loss")()
+
+
+def test_an_error_of_a_users_code_names_the_line_that_failed(tmp_path, monkeypatch):
+    """The last one in their file, whoever raised the error; and of names what their module has, without its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "calls_json.py").write_text(
+        "import json\n\n\ndef loss():\n    read()\n\n\ndef read():\n    json.loads('x')\n"
+    )
+    with pytest.raises(UserError, match=r"calls_json.py, line 9\)$"), blame_user("task.loss", "calls_json:loss"):
+        import_object("calls_json:loss")()
+    (tmp_path / "has_private.py").write_text("def _losses():\n    pass\n\n\nlimit = 3\n")
+    with pytest.raises(UserError, match="module has_private has no function or class losses$"):
+        import_object("has_private:losses")
+    with pytest.raises(UserError, match="module has_private has no function or class limit$"):
+        import_object("has_private:limit")
+    assert import_object("has_private:limit", int) == 3
+
+
+def test_parts_of_messages():
+    assert name_choices("b", ["a", "c"]) == "choose from a, c"
+    many = [f"{kind}_{n}" for kind in ("gemma", "llama") for n in range(11)]
+    assert name_choices("LLAMA-1", many) == "the nearest of its 22 are llama_1, llama_10, llama_0"
+    assert "are llama_of_a_long_name, lla" in name_choices(
+        "llam", ["lla", "llama_of_a_long_name", *[f"gemma_{n}" for n in range(20)]]
+    )
+    assert [near_multiples(value, 128) for value in (100, 300)] == ["128 or 256", "256 or 384"]
+    assert [name_first(range(count)) for count in (4, 6)] == ["0, 1, 2, 3", "0, 1, 2, 3 and 2 more"]
+    assert [first_line(error) for error in (ValueError(), ValueError("\na\nb"))] == ["ValueError()", "a"]
+    assert mask_values({"paths": ("s3://KEY:SECRET@b/x", 1)}) == {"paths": ["s3://***@b/x", 1]}
+    assert str(UserError("a\u202eb\x1b[2J")) == "a\\u202eb\\x1b[2J"
+
+
+def test_a_traceback_in_a_log_is_masked():
+    try:
+        raise OSError("https://u:p@host/x\x1b[2J")
+    except OSError:
+        record = logging.makeLogRecord({"msg": "read", "exc_info": sys.exc_info()})
+    MaskingFilter().filter(record)
+    assert record.exc_text.endswith("OSError: https://***@host/x\\x1b[2J")
+
+
+def test_a_time_limit_leaves_no_timer_behind():
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(LateCall, match="not done after 0.01 s"), time_limit(0.01):
+        signal.pause()
+    with time_limit(60):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) == before
+    done = []
+
+    def elsewhere() -> None:  # no limit there, and no error
+        with time_limit(60):
+            done.append(1)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert done == [1]
+
+
+def test_columns_that_a_users_function_names():
+    """A parameter with a default may be absent, one that has none may not; **others takes all."""
+
+    def score(answer, level=1, *, question):
+        pass
+
+    def score_all(answer, **others):
+        pass
+
+    given = {"answer": "a", "question": "q", "unit": "m"}
+    named = functools.partial(select_named, "it", given=given, columns=given)
+    assert named(inspect.signature(score).parameters.values()) == {"answer": "a", "question": "q"}
+    assert named(inspect.signature(score_all).parameters.values()) == given
+    with pytest.raises(
+        ValueError, match="it takes the column question, which the data lack; their columns are answer$"
+    ):
+        select_named("it", inspect.signature(score).parameters.values(), {"answer": "a"}, ["answer"])
 
 
 @pytest.mark.nightly(but=["> /dev/full"])
