@@ -266,3 +266,33 @@ def test_a_large_file_has_a_digest_for_each_block(tmp_path, monkeypatch):
         opened.write(b"!")
     with pytest.raises(Damaged, match=r"large has other bytes than were written \(from byte 1,000 to 2,000\)"):
         digests.check_files([tmp_path / digests.FILE])
+
+
+def test_samples_of_files_are_spread_over_all_of_each(tmp_path, monkeypatch):
+    """Four blocks of 4 bytes in 40: a change at the end is seen, and so are another size and another name."""
+    monkeypatch.setattr(digests, "SAMPLE", 4)
+
+    def sample(data: bytes, name: str = "model") -> str:
+        (tmp_path / name).write_bytes(data)
+        return digests.sample_files(tmp_path, [tmp_path / name], 4)
+
+    zeros = sample(bytes(40))
+    assert sample(bytes(5) + b"x" + bytes(34)) == zeros  # between two blocks
+    others = sample(bytes(31) + b"x" + bytes(8)), sample(bytes(41)), sample(bytes(40), "other")
+    assert len({zeros, *others}) == 4
+    assert digests.hash_texts("ab", "c") != digests.hash_texts("a", "bc")
+
+
+def test_a_copy_of_a_folder_that_was_verified_is_another(tmp_path):
+    folder, copy = tmp_path / "folder", tmp_path / "copy"
+    folder.mkdir()
+    (folder / "a").write_text("text")
+    digests.write_digests(folder, [folder / "a"])
+    digests.verify_folder(folder, "once", "key", "hint")
+    (folder / "a").write_text("TEXT")
+    digests.verify_folder(folder, "once", "key", "hint")  # it was looked at before
+    shutil.copytree(folder, copy)
+    for each, verify in ((copy, "once"), (folder, "always")):
+        with pytest.raises(UserError, match="key: .*/a has other bytes than were written .*; hint"):
+            digests.verify_folder(each, verify, "key", "hint")
+    digests.verify_folder(copy, "never", "key", "hint")
