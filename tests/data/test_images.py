@@ -5,8 +5,10 @@ import io
 import json
 import struct
 import zlib
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from tunix.data.dataset import load_corpus
 from tunix.data.documents import read_prompt
 from tunix.data.files import BadRow
 from tunix.data.image_processors import PatchProcessor, SquareProcessor, TileProcessor
-from tunix.data.image_slots import ImagePrompts, ImageSlots
+from tunix.data.image_slots import ImagePrompts, ImageSlots, place_images
 from tunix.data.images import ImageReader, keep_image, map_ahead, take_images
 from tunix.data.prompts import load_prompts
 
@@ -562,14 +564,46 @@ def test_cuts():
         (2, 11, [[0, 9], [9, 4]]),  # the second image would be cut
         (1, 14, [[0, 9], [9, 4]]),  # or has no slot
         (1, 8, [[0, 8], [8, 5]]),
+        (1, 7, [[0, 7], [7, 6]]),  # it ends behind the first image
         (1, 6, [[0, 3], [3, 6], [9, 4]]),
     ):
         processor = ImageSlots(SquareProcessor(8, 2), slots, 4)
+        assert processor.suffix == f"-2-{slots}"  # of plans in the cache
         pieces = processor.split_chunks(lengths, starts, image_spans, seq_len)
         assert pieces.tolist() == expected
         counts = [sum(first <= place < first + length for place, _ in image_spans) for first, length in expected]
         rooms = [max(length, -(-count * seq_len // slots)) for (_, length), count in zip(expected, counts, strict=True)]
         assert processor.weigh(pieces, image_spans, seq_len).tolist() == rooms
+
+
+def test_rows_take_the_images_for_which_they_have_tokens():
+    units, grids = np.arange(2 * 8 * 8 * 3, dtype=np.uint8).reshape(2, 8, 8, 3), np.array([[1, 1], [1, 1]])
+    place = partial(place_images, units=units, grids=grids, processor=SquareProcessor(8, 2), soft_id=4)
+    images = place(np.array([[4, 4, 0], [0, 0, 0], [0, 4, 4]]))
+    assert images.image_index.tolist() == [[0, 1, -1], [-1, -1, -1], [-1, 0, 1]]
+    assert np.array_equal(images.pixels, np.stack([units[0], np.zeros_like(units[0]), units[1]])[:, None])
+    for tokens in ([[4, 0, 0], [4, 4, 4]], [[4, 4, 0], [0, 0, 0]]):  # a row ends within an image, or one is left
+        with pytest.raises(ValueError, match="for 2 images"):
+            place(np.array(tokens))
+
+
+def test_questions_are_those_of_first_conversations_all_over_the_sequences():
+    def example(number: int, segment: int = 1) -> dict[str, np.ndarray]:
+        """An image of two soft tokens behind the number, and an answer of two tokens."""
+        return {
+            "tokens": np.array([number, 4, 4, 9, 7, 8]), "targets": np.array([4, 4, 9, 7, 8, 2]),
+            "loss_mask": np.array([0, 0, 0, 0, 1, 1]), "segment_ids": np.full(6, segment),
+            "image_index": np.array([-1, 0, 1, -1, -1, -1]), "image_grids": np.array([[1, 1]]),
+            "images": np.full((1, 8, 8, 3), number, np.uint8),
+        }  # fmt: skip
+
+    slots = ImageSlots(SquareProcessor(8, 2), 1, 4)
+    sequences: Any = [example(number) for number in range(10, 16)]
+    found = slots.find_questions(sequences, 3, max_length=5)
+    assert [(each.prompt, each.answer) for each in found] == [([n, 4, 4, 9, 7], [8, 2]) for n in (10, 12, 14)]
+    assert [int(each.last_image[0, 0, 0]) for each in found] == [10, 12, 14]
+    assert slots.find_questions(sequences, 3, max_length=4) == []
+    assert slots.find_questions(cast("Any", [example(10, segment=2)]), 3, max_length=5) == []
 
 
 def test_work_ahead_keeps_the_order_and_raises_in_its_turn():
