@@ -19,7 +19,7 @@ from tunix.base.text import as_text
 from tunix.compare import as_json, list_differences, list_results, read_histories
 from tunix.config.compose import compose
 from tunix.export import _write_card
-from tunix.run.model_card import COLORS, write_card
+from tunix.run.model_card import COLORS, read_license, write_card
 
 
 def write_run(folder: Path, losses: list[float], *words: str, again: int = 0, mfu: float | None = None) -> Path:
@@ -201,6 +201,13 @@ def test_a_card_of_step_0_needs_no_line_of_training(runs, tmp_path):
     command = SimpleNamespace(checkpoint=str(runs[0]), push="someone/new")
     _write_card(command, tmp_path, SimpleNamespace(cfg=SimpleNamespace(init_from=None, labels=None, vision=None)))
     assert "## Training" not in (tmp_path / "README.md").read_text()
+
+
+def test_the_page_of_a_base_that_has_no_end_is_not_read_whole(tmp_path):
+    with (tmp_path / "README.md").open("w") as file:
+        file.write("---\nlicense: mit\n---\n")
+        file.truncate(1 << 40)
+    assert read_license(str(tmp_path)) == {"license": "mit"}
 
 
 def test_a_card_shows_the_whole_of_a_value_with_bars(tmp_path):

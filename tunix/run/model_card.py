@@ -70,8 +70,10 @@ def is_id(source: str) -> bool:
 
 def read_license(base: str | None) -> dict[str, str]:
     """Return the licence that the page of the base names; none where it is not here."""
-    card = Path(base or "", CARD)
-    text = card.read_text(errors="replace") if base and card.is_file() else ""
+    card, text = Path(base or "", CARD), ""
+    if base and card.is_file():
+        with card.open(errors="replace") as file:
+            text = file.read(1 << 16)  # the licence stands in its head, and anybody may have made the file
     found = re.search(r"^license:\s*(\S+)\s*$", text, re.M)
     return {"license": found[1].strip("'\"")} if found else {}
 
