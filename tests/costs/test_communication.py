@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh
 from support.harness import ONE_LAYER, ROOT, SMALL, experts
 
 from tunix.config.compose import compose
+from tunix.config.layers import ExpertsMlp, GatedMlp
 from tunix.costs.communication import (
     ExpertTokens,
     LocalHeads,
@@ -244,11 +245,14 @@ def test_blocks_that_gather_ahead_gather_and_sum_once_more(words, gathers, scatt
 
 
 def test_small_transfers_of_a_layer_are_one():
-    """Up to 30 MiB of results: of a sum the part of one device. None where two parts of a batch take turns."""
+    """Up to 30 MiB of results: of a sum the part of one device. None where two parts take turns with their experts."""
 
     def join(kind: str, size_mib: int, count: int, batch_parts: int = 1) -> list[int]:
+        mlp = object.__new__(ExpertsMlp if batch_parts > 1 else GatedMlp)
         of_two: Any = SimpleNamespace(
-            layout=SimpleNamespace(batch_parts=batch_parts), mesh=AbstractMesh((8,), ("fsdp",))
+            layout=SimpleNamespace(batch_parts=batch_parts),
+            mesh=AbstractMesh((8,), ("fsdp",)),
+            cfg=SimpleNamespace(model=SimpleNamespace(mlp=mlp)),
         )
         transfers = [Transfer(kind, ("fsdp",), count * size_mib << 20, count=count)] * 4
         return [each.num_bytes // count >> 20 for each in _join_small(transfers, of_two)]

@@ -21,11 +21,21 @@ MESHES = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("words", MESHES.values(), ids=MESHES)
+TWO_PARTS = [
+    "model.mesh_shape=[[2,4],[fsdp,tp]]", "training.remat=full", "training.micro_batch_size=2",
+    "training.gradient_accumulation_steps=2", "model.num_heads=4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(words, marks=pytest.mark.nightly) for words in MESHES.values()] + [TWO_PARTS],
+    ids=[*MESHES, "fsdp x tp, two parts"],
+)
 def test_the_numbers_are_the_same(words):
     plain, ahead = (program(*words, f"training.overlap={overlap}", "training.sync_gradients_every=1")
                     for overlap in ("none", "prefetch"))  # fmt: skip
+    assert ahead.built.layout.batch_parts == 1 + (words is TWO_PARTS)
     shape = plain.cfg.training.batch_shape(plain.mesh.shape)
     data = batch(sequences=shape.num_sequences, microbatches=shape.num_microbatches)
     # The same sums, which XLA may add up in another order.

@@ -104,12 +104,13 @@ JOINED_BYTES = 30 << 20  # of results that XLA makes one collective: its `xla_gp
 def _join_small(transfers: Iterable[Transfer], train_spec: TrainSpec) -> Iterator[Transfer]:
     """Yield transfers as XLA joins them: those of a kind in a layer, in their order, up to `JOINED_BYTES`."""
     groups: dict[tuple, list[Transfer]] = {}
+    has_experts = isinstance(train_spec.cfg.model.mlp, ExpertsMlp)
     for transfer in transfers:
         key = transfer.kind, transfer.axes, transfer.overlaps, transfer.count
         groups.setdefault(key, []).append(transfer)
     for (kind, axes, overlaps, count), group in groups.items():
-        # XLA is told to join no gathers where two parts of a microbatch take turns (training/choices.py).
-        is_apart = count == 1 or (kind == "all-gather" and train_spec.layout.batch_parts > 1)
+        # XLA is told to join no gathers where two parts take turns with their experts (training/choices.py).
+        is_apart = count == 1 or (kind == "all-gather" and has_experts and train_spec.layout.batch_parts > 1)
         shards = count_devices(train_spec.mesh.shape, axes) if kind == "reduce-scatter" else 1
         limit, joined = 0 if is_apart else JOINED_BYTES * count * shards, [0]
         for transfer in group:
@@ -401,6 +402,11 @@ def count_local_numbers(sizes: Mapping[str, int], dim_names: str, layout: Layout
 ENTERED = "BTD"  # what the first products of a branch take, and the sums of its last product before they are scattered
 
 
+# Of the exchanges of two parts that take turns in a layer (models/block.py), the share that hides: the first one of an
+# iteration of the loop over layers has nothing before it.
+HIDDEN_BY_OTHER_PART = 0.8
+
+
 class Exchange(NamedTuple):
     """Collectives of one kind on arrays of the same dimensions."""
 
@@ -425,13 +431,17 @@ def _list_matmul_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
 
     count_numbers = partial(count_local_numbers, sizes, layout=layout, mesh=mesh)
 
-    def transfer(kind: str, axes: tuple[str, ...], num_bytes: float, times: float) -> Transfer:
+    def transfer(kind: str, axes: tuple[str, ...], num_bytes: float, times: float, overlaps: float = 0.0) -> Transfer:
         in_all = batch.num_microbatches * times  # a bubble of interleaved stages may be a half of a pass
-        return Transfer(kind, axes, round(in_all * num_bytes), overlaps=0.0, count=max(1, round(in_all)))
+        return Transfer(kind, axes, round(in_all * num_bytes), overlaps, count=max(1, round(in_all)))
 
-    for kind, dim_names, axes, times in (*_list_in_blocks(train_spec), *_list_at_ends(train_spec)):
-        if axes and times:
-            yield transfer(kind, axes, count_numbers(dim_names) * item, times)
+    has_whole_parts = train_spec.choices.batch.sequences_per_shard % layout.batch_parts == 0
+    takes_turns = layout.batch_parts > 1 and has_whole_parts and not isinstance(cfg.model.mlp, ExpertsMlp)
+    hidden = HIDDEN_BY_OTHER_PART if takes_turns else 0.0
+    for exchanges, overlaps in ((_list_in_blocks(train_spec), hidden), (_list_at_ends(train_spec), 0.0)):
+        for kind, dim_names, axes, times in exchanges:
+            if axes and times:
+                yield transfer(kind, axes, count_numbers(dim_names) * item, times, overlaps)
     if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
         choices = count_numbers("BT") * cfg.model.mlp.experts_per_token * 4
         for pipeline, number in list_passes(train_spec, _list_expert_layers(cfg.model)):

@@ -1,6 +1,5 @@
 """One block of the decoder: attention and MLP around the residual stream. The config says of which parts it is made."""
 
-import inspect
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -156,33 +155,67 @@ def find_part(kinds: Mapping[str, PartKind], cfg: Model, layer: int) -> str:
     return next(name for name, kind in kinds.items() if kind.has(cfg, layer))
 
 
-# A block in two steps: it gives x [B, t, D] behind attention, takes an array or None, and returns what it returns. Its
-# experts do not begin before the array is computed.
-Steps = Generator[jax.Array, jax.Array | None, Any]
+# A block in two steps: it gives x [B, t, D] behind attention, takes it again with an array or None, and returns what it
+# returns. Its experts do not begin before the array is computed.
+Steps = Generator[jax.Array, tuple[jax.Array, jax.Array | None], Any]
 
 
-def finish(steps: Steps, after: jax.Array | None = None) -> Any:
-    """Run the steps of a block to their end, from the first one on or from behind attention, and return its result.
+def finish(steps: Steps) -> Any:
+    """Run both steps of a block, and return its result."""
+    return _run_mlp(steps, next(steps))
 
-    `after` [B, t, D] is what fused kernels of experts wait for (`Experts`).
-    """
-    if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
-        next(steps)
+
+def _run_mlp(steps: Steps, x: jax.Array, after: jax.Array | None = None) -> Any:
+    """Run the second step of a block, and return its result. Fused kernels of experts wait for `after` (`Experts`)."""
     try:
-        steps.send(after)
+        steps.send((x, after))
     except StopIteration as end:
         return end.value
     raise AssertionError("a block has two steps")
 
 
-def finish_parts(parts: list[Steps]) -> list[Any]:
-    """Return the results of a block on all parts: attention of each part, and then the MLP of each part.
+def finish_parts(first: Steps, second: Steps, other: "OtherPart | None") -> list[Any]:
+    """Return the results of a block on both parts: attention of each part, and then the MLP of each part.
 
-    Experts of a part begin behind attention of the next part, so that tokens travel while that is computed. XLA does
-    not know how long our kernels take, and would let the experts wait for the tokens.
+    XLA does not know how long our kernels take, and would let a part wait for what travels. So experts of a part begin
+    behind attention of the next part, so that tokens travel while that is computed. Where the stream is split, `other`
+    is what both blocks meet.
     """
-    attended = [next(steps) for steps in parts]
-    return [finish(steps, after) for steps, after in zip(parts, [*attended[1:], None], strict=True)]
+    if other is None:
+        x_first, x_second = next(first), next(second)
+        return [_run_mlp(first, x_first, x_second), _run_mlp(second, x_second)]
+    x_first = next(first)
+    x_second, x_first = other.run(partial(next, second), x_first)
+    (y_first, *rest), x_second = other.run(partial(_run_mlp, first, x_first), x_second)
+    done, y_first = other.run(partial(_run_mlp, second, x_second), y_first)
+    return [(y_first, *rest), done]
+
+
+class OtherPart:
+    """The residual stream of one part, which goes on in the middle of a branch of the other part.
+
+    The sum of a branch travels while the other part computes. Barriers say when: it has come in the middle of a branch
+    of the other part, and tokens for the next branch travel during the second half of that one.
+
+        arithmetic    attention 0      | attention 1       | MLP 0            | MLP 1             | attention 0 ...
+        transfers                      | sum 0 -> tokens 0 | sum 1 -> tokens 1 | sum 0 -> tokens 0 |
+                                              ^ the middle, where `meet` stands
+    """
+
+    _stream: jax.Array | None = None
+
+    def run(self, branch: Callable[[], Any], stream: jax.Array) -> tuple[Any, jax.Array]:
+        """Return what a branch of a part gives, and the stream [B, t, D] of the other part as it goes on."""
+        self._stream = stream
+        result = branch()
+        stream, self._stream = self._stream, None
+        return result, stream
+
+    def meet(self, array: jax.Array) -> jax.Array:
+        """Return an array of any shape in the middle of a branch. No part goes on before the other one has come."""
+        if self._stream is not None:
+            array, self._stream = jax.lax.optimization_barrier((array, self._stream))
+        return array
 
 
 class LayerScale(nnx.Module):
@@ -224,17 +257,30 @@ class Block(nnx.Module):
         return finish(self.steps(x, positions, rope, mix, dropout_key, inputs))
 
     def steps(
-        self, x, positions, rope, mix: Mix, dropout_key: DropoutKey | None = None, inputs: jax.Array | None = None
+        self,
+        x,
+        positions,
+        rope,
+        mix: Mix,
+        dropout_key: DropoutKey | None = None,
+        inputs: jax.Array | None = None,
+        other: OtherPart | None = None,
     ) -> Steps:
         """Do what `__call__` does with x [B, t, D] in two steps; the first one ends behind attention (`Steps`)."""
+        if other is not None:
+            mix = _meet_behind(mix, other)
         with jax.named_scope("attention"):
             h, cache = self.attention(self.pre_attention(x), positions, rope, mix, dropout_key)
             cache, head_scores = (None, cache.max_scores) if isinstance(cache, HeadScores) else (cache, None)
             # Both branches start from the residual stream and add to it: x + attention(norm(x)), then x + mlp(norm(x)).
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
-        after = yield x
+        x, after = yield x
         with jax.named_scope("mlp"):
-            more = {"after": after, "is_text": mix.is_text} if self.has_experts else {}
+            more: dict[str, Any] = {}
+            if self.has_experts:
+                more = {"after": after, "is_text": mix.is_text}
+            elif other is not None:
+                more = {"meet": other.meet}
             h, sums = self.mlp(self.pre_mlp(x), dropout_key, **more)
             x = x + self._scaled(self.post_mlp(h))
         if self.input_gate is not None and inputs is not None:
@@ -316,6 +362,16 @@ class Donation(NamedTuple):
 
     cache: Any
     kv: tuple[jax.Array, ...]  # keys and values [B, T, K, H] of the tokens at work
+
+
+def _meet_behind(mix: Mix, other: OtherPart) -> Mix:
+    """Return the mix with which attention meets the other part before its last product."""
+
+    def compute_attention(q, kv, heads):
+        out, cache = mix.compute_attention(q, kv, heads)
+        return other.meet(out), cache
+
+    return mix._replace(compute_attention=compute_attention)
 
 
 def donate_kv(mix: Mix) -> Mix:

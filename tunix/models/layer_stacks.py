@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import reshard
 
 from tunix.config import Model
-from tunix.config.layers import find_donors
+from tunix.config.layers import ExpertsMlp, find_donors
 from tunix.config.model import Run
 from tunix.models.block import (
     MIXERS,
@@ -32,6 +32,7 @@ from tunix.models.block import (
     Block,
     Forward,
     Layer,
+    OtherPart,
     Rows,
     Steps,
     donate_kv,
@@ -302,7 +303,7 @@ class Stacks:
         """Return the blocks of a pattern, x as they take it, what they share, and the parts of the batch in x."""
 
         def block_of(index, name):
-            def start(x, params, layer, shared):
+            def start(x, params, layer, shared, other=None):
                 other_rows, seed, tables = shared
                 # The seed comes with the arguments: a backward rule may not close over a value that is traced.
                 seeded = forward._replace(seed=seed)
@@ -310,7 +311,7 @@ class Stacks:
                     turns = tuple(each[layer.rope.kind] for each in table)
                     layer = layer._replace(rope=layer.rope._replace(turns=turns))
                 rows = Rows(x, *other_rows)
-                return self._start_layer(name, rows, (params, layer), seeded, is_donor=index in donors)
+                return self._start_layer(name, rows, (params, layer), seeded, is_donor=index in donors, other=other)
 
             def run_block(*arguments):
                 x, cache, sums = finish(start(*arguments))
@@ -318,8 +319,10 @@ class Stacks:
 
             def run_parts(xs, params, layer, shared):
                 parts_of_rows, seed, _ = shared
-                parts = [start(x, params, layer, (rows, seed, {})) for x, rows in zip(xs, parts_of_rows, strict=True)]
-                xs, caches, sums = zip(*finish_parts(parts), strict=True)
+                other = None if isinstance(self.cfg.mlp, ExpertsMlp) else OtherPart()
+                pairs = zip(xs, parts_of_rows, strict=True)
+                first, second = (start(x, params, layer, (rows, seed, {}), other) for x, rows in pairs)
+                xs, caches, sums = zip(*finish_parts(first, second, other), strict=True)
                 assert all(cache is None for cache in caches), "only training splits a batch into parts"
                 return xs, (merge_sums(list(sums)), None)
 
@@ -340,7 +343,13 @@ class Stacks:
         return blocks, x, (others, forward.seed, tables), num_parts
 
     def _start_layer(
-        self, name: str, rows: Rows, params_and_layer: tuple[Any, Layer], forward: Forward, is_donor: bool
+        self,
+        name: str,
+        rows: Rows,
+        params_and_layer: tuple[Any, Layer],
+        forward: Forward,
+        is_donor: bool,
+        other: OtherPart | None = None,
     ) -> Steps:
         """Return the steps of a layer of a stack: their result is x, its cache (of a donor a `Donation`), its sums."""
         params, layer = params_and_layer
@@ -359,7 +368,7 @@ class Stacks:
             mix = forward.mix_of(layer, rows.mask_inputs)
             mix = donate_kv(mix) if is_donor else mix
         block = nnx.merge(nnx.graphdef(self.modules[name]), params)
-        return block.steps(rows.x, rows.positions, layer.rope, mix, dropout_key, layer.inputs)
+        return block.steps(rows.x, rows.positions, layer.rope, mix, dropout_key, layer.inputs, other)
 
 
 def _merge_results(results: Sequence[tuple[BlockSums, Any]]) -> BlockSums:

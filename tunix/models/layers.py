@@ -331,10 +331,11 @@ class MLP(nnx.Module):
         self.up = Einsum("mlp.up", into, cfg, layout, initializer)
         self.down = Einsum("mlp.down", out, cfg, layout, initializer)
 
-    def __call__(self, x, dropout_key) -> tuple[jax.Array, BlockSums]:
-        """Return [B, t, D], and sums for the loss, of which this kind has none."""
+    def __call__(self, x, dropout_key, meet=None) -> tuple[jax.Array, BlockSums]:
+        """Return [B, t, D], and sums for the loss, of which this kind has none. `meet` is that of `OtherPart`."""
         x = self.layout.gather_tokens(x)
         up = self.up(x, dropout_key)
+        up = up if meet is None else meet(up)
         h = self.activation(up) if self.gate is None else self.activation(self.gate(x, dropout_key)) * up
         return self.down(h, dropout_key), NO_SUMS
 

@@ -96,7 +96,9 @@ def select(cfg: Config, mesh: AnyMesh, platform: str | None = None, planned: Pla
         )
     prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
     if _takes_turns(cfg, layout, sizes, prefetch or (bool(options) and training.overlap == "auto")):
-        layout, options = replace(layout, batch_parts=2), options | OPTIONS_OF_PARTS.get(platform or "", {})
+        layout = replace(layout, batch_parts=2)
+        if isinstance(cfg.model.mlp, ExpertsMlp):
+            options = options | OPTIONS_OF_PARTS.get(platform or "", {})
     if training.unroll_layers and not layout.gathers_in_blocks(sync_every) and not cfg.model.lora.rank:
         options = options | OPTIONS_OF_SUMS.get(platform or "", {})
     shape, parts = planned.batch.batch_shape(sizes), planned.batch.parts_per_stage(sizes)
@@ -299,7 +301,7 @@ OPTIONS_WITHOUT_STAGES: dict[str, Options] = {
     "gpu": {"xla_gpu_experimental_collective_start_as_early_as_possible": True},
 }
 
-# The same where two parts of a microbatch take turns.
+# The same where two parts of a microbatch take turns with their experts.
 OPTIONS_OF_PARTS: dict[str, Options] = {
     # XLA joins gathers of up to so many bytes. It would join what the routers of both parts say: the first part would
     # wait for the second one.
@@ -338,12 +340,16 @@ def _choose_overlap(
 
 
 def _takes_turns(cfg: Config, layout: Layout, sizes: Mapping[str, int], hides: bool) -> bool:
-    """Return whether two parts of a microbatch take turns in a layer, to hide the exchange of experts of each other.
-    `hides` says whether communication is to be hidden at all."""
+    """Return whether two parts of a microbatch take turns in a layer, each of which hides what the other one exchanges:
+    tokens of experts, or those of a split stream. `hides` says whether communication is to be hidden at all."""
     lora = cfg.model.lora
     # With dropout, rows draw by their numbers in the whole microbatch, and donors of keys leave them for whole rows.
     whole = bool(lora.rank and lora.dropout) or cfg.model.shared_kv is not None or bool(layout.stage_axes)
-    has_exchange = isinstance(cfg.model.mlp, ExpertsMlp) and any(sizes[axis] > 1 for axis in layout.expert_axes)
+    if isinstance(cfg.model.mlp, ExpertsMlp):
+        has_exchange = any(sizes[axis] > 1 for axis in layout.expert_axes)
+    else:
+        # Each part would have scales of its own for products of 8 bits, so losses would depend on the mesh.
+        has_exchange = bool(layout.stream_axes) and cfg.training.matmul_dtype is None
     return hides and has_exchange and not whole
 
 
