@@ -60,6 +60,10 @@ def test_same_step_on_one_device_and_on_several(sizes, axes, words):
             ["model.mesh_shape=[[2],[pp]]"],
             "layers of several kinds take turns, and 2 stages do not have the same whole turns",
         ),
+        (
+            ["model.mesh_shape=[[2],[pp]]", "model.num_layers=8", "model.layers_before_stages=2"],
+            r"model.layers_before_stages=2: layers .* turns; take 3 stages, .*, or change model.layers_before_stages$",
+        ),
         (["model.mesh_shape=[[4],[tp]]"], "model.linear_attention.num_key_heads=2 is not divisible"),
         (["model.linear_attention.num_value_heads=3"], "model.linear_attention.num_value_heads=3 is not divisible by"),
         (["model.sliding_window=8"], "there are no local layers with model.linear_attention"),

@@ -51,9 +51,10 @@ def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
             f"model.num_layers={model.num_layers}: {stages} stages do not divide the {turns} layers that they share; "
             f"{way_out}{near}or {leave_out}"
         )
+    count = "num_layers" if model.layers_before_stages is None else "layers_before_stages"
     raise UserError(
-        f"model.num_layers={model.num_layers}: layers of several kinds take turns, and {stages} stages do not have "
-        f"the same whole turns; {near}{leave_out}, or change model.num_layers"
+        f"model.{count}={getattr(model, count)}: layers of several kinds take turns, and {stages} stages do not have "
+        f"the same whole turns; {near}{leave_out}, or change model.{count}"
     )
 
 
