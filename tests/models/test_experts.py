@@ -182,7 +182,7 @@ def test_padding_counts_in_no_sum():
         ([experts(experts_per_token=9, num_groups=1, groups_per_token=1)], "model.mlp.experts_per_token=9 is more than model.mlp.num_experts=8; lower it"),
         ([experts(num_groups=3)], "model.mlp.num_experts=8 is not divisible by model.mlp.num_groups=3"),
         ([experts(groups_per_token=5)], "model.mlp.groups_per_token=5 is more than model.mlp.num_groups=4"),
-        ([experts(dense_layers=6)], "model.mlp.dense_layers=6 leaves none of model.num_layers=6 layers to the experts"),
+        ([experts(dense_layers=6)], "model.mlp.dense_layers=6 leaves none of model.num_layers=6 layers to the experts; lower it, or take model.mlp=gated_silu"),
         ([experts(), "model.lora.rank=2", "model.lora.dropout=0.1"], "model.lora.dropout=0.1: updates of experts have none, as in PEFT, and model.lora.targets=attention|mlp matches mlp.expert_gate"),
         ([experts(), "model.biases=mlp"], "model.biases=mlp matches projections of the MLP: experts have no biases"),
         (["++model.mlp.num_experts=8"], "model.mlp"),

@@ -173,6 +173,17 @@ def test_a_model_without_local_layers_can_be_written():
     assert write_config(model)["sliding_window"] == model.context_length  # transformers needs one
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["model=tiny_moe", "model.mlp=gated_silu"], "model.mlp={kind:gated,activation:silu} has no num_experts"),
+        (["model=moonlight_16b_a3b", "model.latent=null"], "model.latent=None has no query_dim"),
+    ],
+)
+def test_a_model_without_a_section_of_its_family_cannot_be_written(words, reason):
+    assert describe_keys_outside_family(compose([*words, "tokenizer=bytes"]).config.model) == reason
+
+
 @pytest.mark.parametrize("name", ["apertus", "gpt_oss"])
 def test_rotations_that_are_not_stretched_go_out_so(name):
     """transformers has a scaling of its own for these families where config.json says nothing."""

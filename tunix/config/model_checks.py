@@ -254,7 +254,7 @@ def _check_experts(model: "Model", mlp: ExpertsMlp) -> None:
         key = "dense_layers" if mlp.dense_layers >= model.num_layers else "every"
         raise ValueError(
             f"model.mlp.{key}={getattr(mlp, key)} leaves none of model.num_layers={model.num_layers} layers to the "
-            "experts; lower it, or take model.mlp={kind:gated,activation:silu}"
+            "experts; lower it, or take model.mlp=gated_silu"
         )
     updated = [name for name in EXPERT_PROJECTIONS if re.search(model.lora.targets, name)]
     for key in ("dropout", "use_dora"):

@@ -559,10 +559,13 @@ def write_config(model: Model) -> dict[str, Any]:
 
 
 def _write_decoder(model: Model) -> dict[str, Any]:
-    """Return config.json of the decoder."""
+    """Return config.json of the decoder. Raises `UserError` where the model lacks a section that its family has."""
     family = find_family(model.family)
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for ours, theirs in family.keys.items():
+        section, _, name = ours.rpartition(".")
+        if section and not hasattr(getattr(model, section), name):
+            raise UserError(f"model.{section}={getattr(model, section)} has no {name}")
         value = _convert(theirs, attrgetter(ours)(model), 1)
         # transformers checks that numbers of `INTEGERS` have no point.
         config[theirs] = int(value) if theirs in INTEGERS and float(value).is_integer() else value
