@@ -575,7 +575,7 @@ class Loop:
         corpus, progress = self.setup.corpus, self.progress
         assert corpus is not None
         self.check_folder()
-        saved = progress.state, position, progress.improvement, self.setup.cfg, corpus.tokenizer, cost
+        saved = progress.state, position, progress.improvement, self.setup.cfg, corpus.vocab.as_json, cost
         with self.goodput.count("checkpoint"):
             self.checkpoints.save(*saved)
 

@@ -5,6 +5,7 @@ import random
 import resource
 import time
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import write_corpus
@@ -19,6 +20,7 @@ from tunix.data.dataset import load_corpus
 from tunix.data.thoughts import split_thought
 from tunix.data.tokenizer import (
     TokenBytes,
+    Vocab,
     break_special_texts,
     bytes_by_token,
     compile_special_texts,
@@ -345,3 +347,10 @@ def test_an_exported_tokenizer_begins_texts_unless_it_adds_tokens_itself():
         single="$A <eos>", special_tokens=[("<eos>", vocab.eos)]
     )
     assert vocab.with_bos().encode("a").ids == [*words, vocab.eos]
+
+
+def test_the_json_of_a_tokenizer_is_made_once():
+    """Each save made it anew while training waited: seconds for 262,144 tokens."""
+    vocab = Vocab(Mock(**{"to_str.return_value": '{"a": "\u00e9"}'}), None, "</s>", None)
+    assert [vocab.as_json, vocab.as_json] == ['{"a": "\\u00e9"}'] * 2
+    vocab.backend.to_str.assert_called_once_with()

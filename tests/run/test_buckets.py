@@ -140,7 +140,7 @@ def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_pat
     in_bucket = open_bucket(f"s3://{BUCKET}/bytes/checkpoints", checkpoint_keys())
     in_folder = open_store(str(tmp_path), checkpoint_keys(), True)
     for store in (in_bucket, in_folder):
-        store.save(3, state, Record(INFO_FILES, {"words": ["a"]}, {"held_out_loss": 1.0}))
+        store.save(3, state, Record(INFO_FILES, '{"words": ["a"]}', {"held_out_loss": 1.0}))
         store.finish()
         for shape in ((4, 2), (2, 4), (1, 1)):
             again = store.restore(3, empty(make_state(shape)))
@@ -163,7 +163,7 @@ def test_what_is_kept_is_what_was_asked_for(server, files):
     store = open_bucket(f"s3://{BUCKET}/kept/checkpoints", checkpoint_keys(max_to_keep=1, keep_every_steps=4))
     for step, loss in ((2, 3.0), (3, 1.0), (4, 2.0), (5, None), (6, 2.5)):
         store.save(
-            step, make_state((1, 1), step), Record(INFO_FILES, {}, None if loss is None else {"held_out_loss": loss})
+            step, make_state((1, 1), step), Record(INFO_FILES, "{}", None if loss is None else {"held_out_loss": loss})
         )
     store.finish()
     assert store.steps() == [3, 4, 6]  # the best, a multiple of 4, the newest
@@ -172,7 +172,7 @@ def test_what_is_kept_is_what_was_asked_for(server, files):
     assert store.steps() == [3]
     (aside,) = [name for name in buckets.list_names(store.storage.root, "test") if "aside" in name]
     assert buckets.list_names(f"{store.storage.root}/{aside}", "test") == ["4", "6"]
-    store.save(7, make_state((1, 1)), Record(INFO_FILES, {}, None))
+    store.save(7, make_state((1, 1)), Record(INFO_FILES, "{}", None))
     store.finish()
     assert store.describe_best().startswith("best held out: step 3;")
     store.add_loss(7, 0.5)  # measured after the save
@@ -212,7 +212,7 @@ def test_requests_are_tried_again_for_about_the_time_limit(timeout_s, tries, mon
 
 def test_a_damaged_object_is_named(server, files):
     store = open_bucket(f"s3://{BUCKET}/damaged/checkpoints", checkpoint_keys(verify="once"))
-    store.save(3, make_state((2, 1)), Record(INFO_FILES, {}, None))
+    store.save(3, make_state((2, 1)), Record(INFO_FILES, "{}", None))
     store.finish()
     store.check(3)
     victim = f"{store.folder}/3/state/params/w/1.0.0"
@@ -250,11 +250,11 @@ def test_a_bucket_that_refuses_to_be_read_has_no_damaged_checkpoint(server, monk
 
 def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server):
     store = open_bucket(f"s3://{BUCKET}/denied/checkpoints", checkpoint_keys())
-    store.save(3, make_state((2, 1)), Record(INFO_FILES, {}, None))
+    store.save(3, make_state((2, 1)), Record(INFO_FILES, "{}", None))
     store.wait()
     server.denies = True
     try:
-        store.save(6, make_state((2, 1)), Record(INFO_FILES, {}, None))
+        store.save(6, make_state((2, 1)), Record(INFO_FILES, "{}", None))
         with pytest.raises(
             UserError,
             match=r"written to s3://shelf/denied/checkpoints: .*Denied.* go on with resume=s3://shelf/denied$",
@@ -271,7 +271,7 @@ def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server):
 def test_a_slow_bucket_keeps_no_step_waiting(server):
     store = open_bucket(f"s3://{BUCKET}/slow/checkpoints", checkpoint_keys())
     server.hold("/slow/checkpoints/3/")
-    store.save(3, make_state((2, 1)), Record(INFO_FILES, {}, None))  # returns, though nothing can be written
+    store.save(3, make_state((2, 1)), Record(INFO_FILES, "{}", None))  # returns, though nothing can be written
     assert server.waiting.wait(60)
     assert store.steps() == []
     server.release()
@@ -284,7 +284,7 @@ def test_a_bucket_that_vanishes_ends_the_save(monkeypatch):
     with serve_s3() as other:
         store = open_bucket(f"s3://{BUCKET}/gone/checkpoints", checkpoint_keys(timeout_s=1))
         other.vanish()
-        store.save(3, make_state((1, 1)), Record(INFO_FILES, {}, None))
+        store.save(3, make_state((1, 1)), Record(INFO_FILES, "{}", None))
         with pytest.raises(UserError, match=r"could not be written to s3://shelf/gone.*Could not connect"):
             store.wait()
 

@@ -53,7 +53,7 @@ def saved(tmp_path_factory) -> Saved:
             name: jax.random.normal(jax.random.fold_in(key, step), shape)
             for name, shape in [("w", (64, 32)), ("b", (40,))]
         }
-        store.save(step, state, Record(INFO_FILES, {"words": ["a", "b"]}, {"held_out_loss": 1.0 / step}))
+        store.save(step, state, Record(INFO_FILES, '{"words": ["a", "b"]}', {"held_out_loss": 1.0 / step}))
         if step == 3:
             kept = {name: np.asarray(leaf) for name, leaf in state.items()}
     store.wait()
@@ -240,7 +240,7 @@ def test_a_damaged_metric_leaves_the_other_checkpoints_usable(saved, tmp_path, t
     shutil.copytree(saved.store.folder, folder)
     (folder / "6" / "metrics" / "metrics").write_text(text)
     store = Store(Folder(folder), compose(["checkpoint.max_to_keep=1"]).config.checkpoint)
-    store.save(9, {"w": jax.numpy.ones(3)}, Record(INFO_FILES, {}, {"held_out_loss": 1.0}))
+    store.save(9, {"w": jax.numpy.ones(3)}, Record(INFO_FILES, "{}", {"held_out_loss": 1.0}))
     store.wait()
     assert store.steps() == [3, 9]  # 3 is the best of those that can be read
 

@@ -33,7 +33,7 @@ def open_at(folder: Path, *words: str) -> Store:
 
 
 def save(store: Store, step: int, loss: float | None = None) -> None:
-    store.save(step, STATE, Record({"step": step}, {}, None if loss is None else {"held_out_loss": loss}))
+    store.save(step, STATE, Record({"step": step}, "{}", None if loss is None else {"held_out_loss": loss}))
 
 
 def test_two_stores_of_a_process_publish_saves_under_different_names(tmp_path, monkeypatch):
@@ -49,7 +49,7 @@ def test_two_stores_of_a_process_publish_saves_under_different_names(tmp_path, m
 def test_a_text_is_added_to_a_whole_checkpoint(tmp_path):
     """Answers that were drawn ahead after a stop had saved; without the text, those of before count."""
     store = open_at(tmp_path, "async=false")
-    store.save(3, STATE, Record({"position": {"step": 3, "waiting": "early"}}, {}, None))
+    store.save(3, STATE, Record({"position": {"step": 3, "waiting": "early"}}, "{}", None))
     store.add(3, WAITING, "")
     assert store.info(3)["position"]["waiting"] == "early"
     store.add(3, WAITING, "late")
@@ -250,7 +250,7 @@ def test_every_process_sees_the_failure_of_another_one(tmp_path, monkeypatch):
 def test_arrays_are_not_compressed_and_a_file_that_is_cut_is_named(tmp_path):
     state = {"params": {"w": jnp.arange(4096.0).reshape(64, 64)}}
     store = open_at(tmp_path)
-    store.save(1, state, Record({"step": 1}, {}, None))
+    store.save(1, state, Record({"step": 1}, "{}", None))
     store.wait()
     whole = np.asarray(state["params"]["w"]).tobytes()
     file = next(path for path in tmp_path.rglob("*") if path.is_file() and whole in path.read_bytes())
@@ -285,7 +285,7 @@ def test_an_array_that_no_machine_has_is_damage(tmp_path, changed, reason):
     """The process ended by std::bad_alloc in tensorstore."""
     store = open_at(tmp_path)
     state = STATE | {"step": jnp.ones(())}
-    store.save(1, state, Record({"step": 1}, {}, None))
+    store.save(1, state, Record({"step": 1}, "{}", None))
     store.wait()
     for digests in (tmp_path / "1").rglob("digests*.json"):
         digests.unlink()
@@ -304,7 +304,7 @@ def test_a_state_that_the_checkpoint_does_not_have_is_named(tmp_path, caplog):
     """After a change of the optimizer, say. The checkpoint is not damaged."""
     state = {"params": STATE["params"], "opt_state": (optax.EmptyState(), optax.TraceState({"w": jnp.zeros(3)}))}
     store = open_at(tmp_path)
-    store.save(1, state, Record({"step": 1}, {}, None))
+    store.save(1, state, Record({"step": 1}, "{}", None))
     store.finish()
     store.check_state(1, state)
     assert not caplog.text

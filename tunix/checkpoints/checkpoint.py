@@ -1,13 +1,10 @@
 """Checkpoints of a run: what they hold, which keys a resumed run may change, and from which of them it goes on."""
 
 import copy
-import json
 import logging
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from tunix.base.errors import UserError, first_line, mask_values
 from tunix.base.forms import sign
@@ -177,10 +174,13 @@ class Checkpoints:
         position: Position,
         improvement: Improvement,
         config: Config,
-        tokenizer: Tokenizer,
+        tokenizer: str,
         held_out_loss: float | None,
     ) -> None:
-        """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
+        """Start saving; returns when the arrays are copied. A failure of the save before is raised here.
+
+        `tokenizer` is JSON (`Vocab.as_json`).
+        """
         info = {
             "position": asdict(position),
             "improvement": asdict(improvement),
@@ -188,7 +188,7 @@ class Checkpoints:
             **sign("checkpoint"),
         }
         metrics = None if held_out_loss is None else {"held_out_loss": held_out_loss}
-        self.store.save(position.step, state, Record(info, json.loads(tokenizer.to_str()), metrics))
+        self.store.save(position.step, state, Record(info, tokenizer, metrics))
 
     def restore(
         self, step: int | None, abstract: State, config: Config, now: Position

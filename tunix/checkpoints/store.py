@@ -54,10 +54,10 @@ class FailedElsewhere(Exception):
 
 
 class Record(NamedTuple):
-    """Values for JSON that a checkpoint holds beside the arrays of the state, each an item of it."""
+    """What a checkpoint holds beside the arrays of the state, each an item of it: values for JSON."""
 
     info: dict[str, Any]  # position in the data, improvement of the held-out loss, config
-    tokenizer: dict[str, Any]
+    tokenizer: str  # JSON already
     metrics: dict[str, float] | None  # by which the best checkpoint is chosen; None where nothing was measured
 
 
@@ -148,8 +148,11 @@ class Store:
     def save(self, step: int, state: State, record: Record) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
         self.wait()
-        items = {"run/metadata": record.info, "tokenizer/metadata": record.tokenizer, "metrics/metrics": record.metrics}
-        texts = {name: json.dumps(item) for name, item in items.items() if item is not None and peers.is_main()}
+        texts = {}
+        if peers.is_main():
+            texts = {"run/metadata": json.dumps(record.info), "tokenizer/metadata": record.tokenizer}
+            if record.metrics is not None:
+                texts["metrics/metrics"] = json.dumps(record.metrics)
         try:
             write = self.storage.copy(step, state, texts)  # now: the next step overwrites the memory of the state
         except Exception as error:
