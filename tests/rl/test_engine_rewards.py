@@ -217,7 +217,7 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     # Nor has one that does not follow what asks for it: the template may show another text than the answer's.
     model_template = score.vocab.chat_template.removeprefix(refusing)
     score.vocab = dataclasses.replace(
-        score.vocab, chat_template=model_template + "{{ '<think>' if add_generation_prompt }}"
+        score.vocab, chat_template=model_template + "{{ '<answer>' if add_generation_prompt }}"
     )
     assert rewards.add(none, prompts, Drawn(answers, texts), 10).errors == {"length": 0, "model": 4}
     with pytest.raises(

@@ -232,7 +232,7 @@ def test_a_bucket_that_refuses_to_be_read_has_no_damaged_checkpoint(server, monk
     """A run that was resumed then took the checkpoint before, or deleted the best one, whose loss it did not read."""
     store = open_bucket(f"s3://{BUCKET}/refused/checkpoints", checkpoint_keys(max_to_keep=1))
     for step in (3, 4):
-        store.save(step, make_state((1, 1)), Record(INFO_FILES, {}, {"held_out_loss": float(step)}))
+        store.save(step, make_state((1, 1)), Record(INFO_FILES, "{}", {"held_out_loss": float(step)}))
         store.finish()
     again = open_bucket(store.folder, checkpoint_keys(max_to_keep=1))
     with monkeypatch.context() as patch:
@@ -294,7 +294,7 @@ def test_a_bucket_that_does_not_answer_is_not_asked_which_checkpoints_it_has():
     silent: Any = SimpleNamespace(open=lambda: None, folder="s3://shelf/run/checkpoints", explain=buckets.explain)
     store = Store(silent, checkpoint_keys())
     store.failure = TimeoutError()
-    said = r"written to s3://shelf/run/checkpoints: the server does not answer .*; whole checkpoints: those that were"
+    said = r"written to s3://shelf/run/checkpoints: the server does not answer; whole checkpoints: those that were"
     with pytest.raises(UserError, match=said):
         store.wait()
 

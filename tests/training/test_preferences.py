@@ -307,7 +307,7 @@ MISTAKES = [
     (PAIR | {"chosen": "words " * 90}, [], "1 of 1 pairs are longer than training.seq_len=64 tokens"),
     (PAIR, ["loading.packing=concat"], "loading.packing=concat cuts pairs of task=dpo in two"),
     (PAIR, ["task.objective=ipo", "task.label_smoothing=0.1"], "task.label_smoothing=0.1 belongs to task.objective=sigmoid"),
-    (PAIR, ["task.objective=orpo", "task.label_smoothing=0.1"], "belongs to task.objective=sigmoid or simpo"),
+    (PAIR, ["task.objective=orpo", "task.label_smoothing=0.1"], "belongs to task.objective=sigmoid or robust or simpo"),
 ]  # fmt: skip
 
 

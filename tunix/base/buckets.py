@@ -42,7 +42,6 @@ REASONS = {
     "ClientConnectorError": "the server cannot be reached",
     "NonHttpUrlRedirectClientError": "it leads to an address that is not read",
     "TooManyRedirects": "it leads from one address to the next, without end",
-    "TimeoutError": "the server does not answer",
 }
 # Reasons for an error whose class says nothing, by words in its text: those of Google, tensorstore and gcsfs.
 PATTERNS = {
@@ -132,6 +131,8 @@ def explain(error: BaseException) -> str:
     """Return in one line what an error of a server means."""
     if type(error.__cause__).__module__.startswith("aiohttp"):  # fsspec calls all that a web server refuses missing
         error = error.__cause__ or error
+    if isinstance(error, TimeoutError) and not str(error):  # of tensorstore
+        return "the server does not answer"
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = first_line(error)[:300]
     by_kind = (reason for kind, reason in REASONS.items() if kind in kinds)
