@@ -416,6 +416,8 @@ def _step_of(indices: list[int]) -> int:
 #     arithmetic    attention 0 | attention 1 | experts 0 | attention 0 of the next layer ...
 #     transfers                 | tokens 0    | tokens 1  | sums 0 ...
 #
+# Devices that split the tokens of the stream exchange them around each branch of a dense layer: `OtherPart` (block.py).
+#
 # A device splits its own sequences, so a part lies on the devices as the whole does, and no number changes its place.
 
 
