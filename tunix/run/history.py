@@ -78,7 +78,7 @@ def read_history(folder: Path) -> History:
 def _keep_numbers(line: Line) -> Line:
     """Return what a line has of numbers that can be computed with, and its split; a damaged one may have anything."""
     return {
-        key: value
+        sys.intern(key): value  # one text for all lines, not one in each
         for key, value in line.items()
         if value is None or key == "split" or type(value) is float or (type(value) is int and abs(value) < 1e300)
     }
