@@ -42,7 +42,7 @@ from tunix.huggingface import gguf_file, hub
 from tunix.huggingface.adapter import gather_adapter, gather_score
 from tunix.huggingface.adapter_config import CONFIG, HEAD, WEIGHTS, name_in_auto_model, write_adapter_config
 from tunix.huggingface.config_json import read_num_rows, write_config
-from tunix.huggingface.hub import list_copied_files
+from tunix.huggingface.hub import copy_files, list_copied_files
 from tunix.huggingface.sentence_vectors import copy_files as copy_sentence_files
 from tunix.huggingface.sentence_vectors import write_files as write_sentence_files
 from tunix.huggingface.table import find_family
@@ -225,7 +225,7 @@ def _write_processor(vision: AnyVision, model: Pretrained, folder: Path) -> None
     own, source = write_processor(vision), model.files
     if source is not None:
         found = pretrained_config.trained_model(source, model.cfg.mesh_shape, model.cfg.family).vision
-        if found is not None and write_processor(found) == own and _copy_files(source, PROCESSOR_FILES, folder):
+        if found is not None and write_processor(found) == own and copy_files(source, PROCESSOR_FILES, folder):
             return
     for name, content in own.items():
         _write_json(folder / name, content)
@@ -274,7 +274,7 @@ def _write_vector_files(checkpoint: str, folder: Path, model: Pretrained) -> Non
     if run is None and model.gives_vectors:  # those of the adapter, and not of its base
         adapter = Path(str(model.cfg.init_adapter))
         copy_sentence_files(adapter, folder)
-        _copy_files(adapter, ("tokenizer.json", "tokenizer_config.json"), folder)
+        copy_files(adapter, ("tokenizer.json", "tokenizer_config.json"), folder)
     elif run is None and model.files is not None:
         copy_sentence_files(model.files, folder)
     task = read_saved(run[0])["task"] if run else {}
@@ -380,14 +380,6 @@ def _describe_generation(model: Pretrained, tokens: dict[str, Any]) -> dict[str,
     return before if is_complete else before | {"eos_token_id": [first, *others] if others else first}
 
 
-def _copy_files(source: Path, names: tuple[str, ...], folder: Path) -> bool:
-    """Copy those files of a model that are there; return whether there was one."""
-    found = list(list_copied_files(source, names))
-    for path in found:
-        shutil.copy(path, folder / path.name)
-    return bool(found)
-
-
 def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     """Write the tokenizer: the run's own, or the source's files with the run's chat template if that differs."""
     vocab, config_file = model.vocab, folder / "tokenizer_config.json"
@@ -403,10 +395,7 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
         return
     if model.files is None:
         return
-    _copy_files(model.files, TOKENIZER_FILES, folder)
-    for path in list_copied_files(model.files, (f"{TEMPLATES}/*.jinja",)):
-        (folder / TEMPLATES).mkdir(exist_ok=True)
-        shutil.copy(path, folder / TEMPLATES)
+    copy_files(model.files, (*TOKENIZER_FILES, f"{TEMPLATES}/*.jinja"), folder)
     if vocab is None:
         return
     read = find_tokenizer_files(str(model.files))

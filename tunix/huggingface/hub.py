@@ -5,6 +5,7 @@ Imports no jax.
 
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,3 +114,13 @@ def list_copied_files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]
             log.warning("%s is a link to %s: it is not copied", path, target)
         elif path.is_file():
             yield path
+
+
+def copy_files(source: Path, patterns: tuple[str, ...], folder: Path) -> bool:
+    """Copy those files of a model that are there (`list_copied_files`); return whether there was one."""
+    found = list(list_copied_files(source, patterns))
+    for path in found:
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(path, target)
+    return bool(found)

@@ -10,13 +10,12 @@ tokenizer.json                        adds what the texts of training began and 
 """
 
 import json
-import shutil
 from pathlib import Path
 
 from tokenizers import Tokenizer, processors
 
 from tunix.base.files import write_tokenizer
-from tunix.huggingface.hub import list_copied_files
+from tunix.huggingface import hub
 
 POOLINGS = {"last": "lasttoken", "mean": "mean_tokens"}  # task.pooling by the names of sentence-transformers
 MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
@@ -53,10 +52,7 @@ def has_files(folder: Path) -> bool:
 
 def copy_files(source: Path, folder: Path) -> None:
     """Copy the files from the folder of a model or of an adapter, if it has them, into that of an export."""
-    for path in list_copied_files(source, (*list_files("last", 0, 0), "2_Normalize/config.json")):
-        target = folder / path.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        shutil.copy(path, target)
+    hub.copy_files(source, (*list_files("last", 0, 0), "2_Normalize/config.json"), folder)
 
 
 def write_files(
