@@ -94,23 +94,15 @@ def join(cfg: Distributed, info: dict[str, Any]) -> list[str]:
 @contextmanager
 def following_failures() -> Iterator[None]:
     """End this process where another one fails, in a block that waits inside JAX for the devices of all."""
-    ended = threading.Event()
 
     def follow() -> None:
-        while not ended.is_set():
-            for rank, failure in published("failed").items():
-                code, reason = describe_failure(int(rank), failure)
-                print(f"error: {reason}", file=sys.stderr, flush=True)
-                leave(code, reason)
-            ended.wait(1)
+        for rank, failure in published("failed").items():
+            code, reason = describe_failure(int(rank), failure)
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+            leave(code, reason)
 
-    thread = threading.Thread(target=follow, daemon=True)
-    thread.start()
-    try:
+    with progress.repeating(follow, lambda elapsed_s: min(elapsed_s, 1.0)):
         yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def disconnect() -> None:
