@@ -435,9 +435,8 @@ def _list_matmul_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
         in_all = batch.num_microbatches * times  # a bubble of interleaved stages may be a half of a pass
         return Transfer(kind, axes, round(in_all * num_bytes), overlaps, count=max(1, round(in_all)))
 
-    has_whole_parts = train_spec.choices.batch.sequences_per_shard % layout.batch_parts == 0
-    takes_turns = layout.batch_parts > 1 and has_whole_parts and not isinstance(cfg.model.mlp, ExpertsMlp)
-    hidden = HIDDEN_BY_OTHER_PART if takes_turns else 0.0
+    takes_turns = layout.count_parts(train_spec.choices.batch.sequences_per_shard) > 1
+    hidden = HIDDEN_BY_OTHER_PART if takes_turns and not isinstance(cfg.model.mlp, ExpertsMlp) else 0.0
     for exchanges, overlaps in ((_list_in_blocks(train_spec), hidden), (_list_at_ends(train_spec), 0.0)):
         for kind, dim_names, axes, times in exchanges:
             if axes and times:
@@ -586,7 +585,7 @@ def _list_expert_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
             capacity=cfg.model.expert_buffer_factor,
             layers=number * batch.num_microbatches * pipeline.iterations_per_microbatch,
             # The exchange of one of two parts hides behind the other part; nothing is left to hide the last one.
-            hidden=1 - 1 / layout.batch_parts if num_rows % layout.batch_parts == 0 else 0.0,
+            hidden=1 - 1 / layout.count_parts(num_rows),
             runs=count_entries(pipeline),
             results=1 + pipeline.recompute_runs + needs_results,
         )

@@ -340,7 +340,7 @@ class Activations(NamedTuple):
 def _count_activations(train_spec: TrainSpec) -> Activations:
     cfg, layout, mesh, length = train_spec.cfg, train_spec.layout, train_spec.mesh, train_spec.batch.seq_len
     rows = train_spec.choices.batch.sequences_per_shard
-    in_layers = layout if rows % layout.batch_parts == 0 else replace(layout, batch_parts=1)  # `count_parts`
+    in_layers = replace(layout, batch_parts=layout.count_parts(rows))
     inside = estimate_inside_bytes(cfg.model, in_layers, mesh, length, train_spec.choices.remat)
     if train_spec.choices.prefetch:  # XLA computes all blocks of a turn again before the first of them goes backward
         inside *= max(len(run.pattern) for run in cfg.model.runs)

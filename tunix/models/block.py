@@ -267,6 +267,7 @@ class Block(nnx.Module):
         other: OtherPart | None = None,
     ) -> Steps:
         """Do what `__call__` does with x [B, t, D] in two steps; the first one ends behind attention (`Steps`)."""
+        meet = identity if other is None else other.meet
         if other is not None:
             mix = _meet_behind(mix, other)
         with jax.named_scope("attention"):
@@ -276,11 +277,7 @@ class Block(nnx.Module):
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         x, after = yield x
         with jax.named_scope("mlp"):
-            more: dict[str, Any] = {}
-            if self.has_experts:
-                more = {"after": after, "is_text": mix.is_text}
-            elif other is not None:
-                more = {"meet": other.meet}
+            more = {"after": after, "is_text": mix.is_text} if self.has_experts else {"meet": meet}
             h, sums = self.mlp(self.pre_mlp(x), dropout_key, **more)
             x = x + self._scaled(self.post_mlp(h))
         if self.input_gate is not None and inputs is not None:

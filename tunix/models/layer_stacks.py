@@ -427,7 +427,7 @@ def count_parts(layout: Layout, x: jax.Array) -> int:
     local_rows = len(x)
     for axis in layout.batch_axes:
         local_rows //= sizes[axis]
-    return 1 if layout.stage_axes or local_rows % layout.batch_parts else layout.batch_parts
+    return 1 if layout.stage_axes else layout.count_parts(local_rows)
 
 
 def split_rows(rows: Any, num_parts: int) -> list[Any]:

@@ -318,6 +318,11 @@ class Einsum(Matrix):
         return checkpoint_name(self.bias(y) + self.lora(x, dropout_key), self.result_name)
 
 
+def identity(x: jax.Array) -> jax.Array:
+    """Return x of any shape: it stands in the place of a part that a family does not have."""
+    return x
+
+
 class MLP(nnx.Module):
     """A gated linear unit (Shazeer 2020, arXiv:2002.05202), or a plain MLP: [B, t, D] -> [B, t, D]."""
 
@@ -331,18 +336,12 @@ class MLP(nnx.Module):
         self.up = Einsum("mlp.up", into, cfg, layout, initializer)
         self.down = Einsum("mlp.down", out, cfg, layout, initializer)
 
-    def __call__(self, x, dropout_key, meet=None) -> tuple[jax.Array, BlockSums]:
+    def __call__(self, x, dropout_key, meet=identity) -> tuple[jax.Array, BlockSums]:
         """Return [B, t, D], and sums for the loss, of which this kind has none. `meet` is that of `OtherPart`."""
         x = self.layout.gather_tokens(x)
-        up = self.up(x, dropout_key)
-        up = up if meet is None else meet(up)
+        up = meet(self.up(x, dropout_key))
         h = self.activation(up) if self.gate is None else self.activation(self.gate(x, dropout_key)) * up
         return self.down(h, dropout_key), NO_SUMS
-
-
-def identity(x: jax.Array) -> jax.Array:
-    """Return x of any shape: it stands in the place of a part that a family does not have."""
-    return x
 
 
 def divide_by_rms(x: jax.Array, eps: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:

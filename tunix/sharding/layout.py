@@ -153,6 +153,10 @@ class Layout:
         """Mesh axes that split the experts: devices along them have different experts, and different sequences."""
         return self._weight_axes(EXPERTS)
 
+    def count_parts(self, local_rows: int) -> int:
+        """Return into how many parts that take turns a device cuts its sequences: `batch_parts` where they divide."""
+        return 1 if local_rows % self.batch_parts else self.batch_parts
+
     @property
     def stream_axes(self) -> tuple[str, ...]:
         """Mesh axes that split the tokens of the residual stream, but not in a branch; none without `splits_stream`."""
