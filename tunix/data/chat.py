@@ -512,12 +512,14 @@ class ChatTemplate:
     ) -> None:
         """Raise `UserError` for a template that drops the thoughts of answers that are learnt: the model would learn to
         answer without them."""
+        if "thoughts" in self.shown:
+            return
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if learnt == "last":
             numbers = numbers[-1:]
         elif not isinstance(learnt, str):
             numbers = [number for number in numbers if learnt[number]]
-        if "thoughts" in self.shown or not any(messages[number].get(key) for number in numbers for key in THOUGHTS):
+        if not any(messages[number].get(key) for number in numbers for key in THOUGHTS):
             return
         thinking = {"role": "assistant", "content": "!", "reasoning_content": WORDS}
         with suppress(RefusedConversation):

@@ -92,7 +92,8 @@ def _describe_run(keys: dict[str, Any], steps: Sequence[Line], evaluations: Sequ
 
 
 def _read_curve(lines: Sequence[Line]) -> Curve:
-    return [(line["step"], line["loss"]) for line in lines if math.isfinite(line.get("loss") or math.nan)]
+    losses = ((line["step"], line.get("loss")) for line in lines)
+    return [(step, loss) for step, loss in losses if loss is not None and math.isfinite(loss)]
 
 
 def draw_curves(path: Path, curves: dict[str, Curve]) -> None:
