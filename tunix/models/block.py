@@ -277,7 +277,9 @@ class Block(nnx.Module):
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         x, after = yield x
         with jax.named_scope("mlp"):
-            more = {"after": after, "is_text": mix.is_text} if self.has_experts else {"meet": meet}
+            more: dict[str, Any] = {"meet": meet} if isinstance(self.mlp, MLP) else {}  # not of one's own
+            if self.has_experts:
+                more = {"after": after, "is_text": mix.is_text}
             h, sums = self.mlp(self.pre_mlp(x), dropout_key, **more)
             x = x + self._scaled(self.post_mlp(h))
         if self.input_gate is not None and inputs is not None:
